@@ -1,0 +1,66 @@
+"""The engine's one configuration object: made by the CLI, checked here, passed to the core as JSON, never changed."""
+
+import msgspec
+
+from protocol.errors import StartupError
+
+DEVICES = ("cpu", "cuda", "null")
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+WEIGHTS = ("auto", "dense", "int8", "int4")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the engine core is told at start. Sizes are in the unit that the comment says; 0 means "choose"."""
+
+    model: str  # path of a GGUF file or of a folder with config.json
+    served_model_name: str = ""
+    model_aliases: list[str] = []
+    device: str = "cpu"  # "null" runs no model: benchmarks of everything else
+    dtype: str = "auto"  # compute dtype
+    weights: str = "auto"  # how linear weights are kept: dense (compute dtype), int8, int4 where the file has 4 bits
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16  # tokens per KV block
+    max_cache: int = 0  # tokens, the longest context of one request; 0: the model's own limit
+    num_blocks: int = 0  # KV blocks in the device pool; 0: from memory
+    gpu_memory: int = 0  # bytes the engine may use on the device; 0: from what is free
+    max_running: int = 64  # requests in one step at most
+    prefill_chunk_tokens: int = 512  # prompt tokens in one step at most, beside one token per decoding request
+    prefix_cache: bool = True
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 1 << 20
+    threads: int = 0  # CPU threads of the model; 0: by measurement
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("--device", self.device, DEVICES),
+            ("--dtype", self.dtype, DTYPES),
+            ("--weights", self.weights, WEIGHTS),
+        ):
+            if value not in allowed:
+                raise StartupError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+        for name, value, low, high in (
+            ("--block-size", self.block_size, 1, 256),
+            ("--max-cache", self.max_cache, 0, 1 << 24),
+            ("--num-blocks", self.num_blocks, 0, 1 << 31),
+            ("--gpu-memory", self.gpu_memory, 0, 1 << 50),
+            ("--max-running", self.max_running, 1, 4096),
+            ("--prefill-chunk-tokens", self.prefill_chunk_tokens, 1, 1 << 20),
+            ("--max-waiting-requests", self.max_waiting_requests, 1, 1 << 20),
+            ("--max-waiting-tokens", self.max_waiting_tokens, 1, 1 << 31),
+            ("--threads", self.threads, 0, 1024),
+        ):
+            if not low <= value <= high:
+                raise StartupError(f"{name} {value} is out of range: {low} to {high}")
+
+
+def dump_config(config: EngineConfig) -> str:
+    """Encode as one line of JSON, for the core's command line."""
+    return msgspec.json.encode(config).decode()
+
+
+def load_config(text: str) -> EngineConfig:
+    """Decode what `dump_config` wrote. Raises StartupError naming the field that is wrong."""
+    try:
+        return msgspec.json.decode(text, type=EngineConfig)
+    except msgspec.DecodeError as error:
+        raise StartupError(f"bad engine configuration: {error}") from error

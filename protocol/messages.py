@@ -1,0 +1,397 @@
+"""Every message that crosses a process boundary.
+
+Structs are arrays on the wire (`array_like`), tagged with their class name. Evolve them by adding fields with a
+default at the end; anything else is a new `PROTOCOL_VERSION`. Bulk integers travel as little-endian bytes:
+token ids as int32, request ids as int64 (`pack_i32`, `pack_i64`).
+
+The life of a request, message by message:
+
+    frontend  -> tokenizer    SubmitText            one message for all n choices of one prompt
+    tokenizer -> core         Submit                one per choice
+    core      -> tokenizer    Accepted | Rejected   sent by the intake thread, passed on to the frontend
+    core      -> detokenizer  Started, StepOutput*  Started always precedes the first StepOutput of a request
+    detokenizer -> frontend   TextDeltas*           exactly one TextDelta of a request has a `finish`
+    frontend  -> tokenizer -> core   Abort          same path as the submit, so it can't overtake it
+    detokenizer -> core       Abort                 after a stop string; the request was running, so it can't overtake
+"""
+
+import sys
+from array import array
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from protocol.errors import ErrorCode
+
+PROTOCOL_VERSION = 1
+
+_BIG_ENDIAN = sys.byteorder == "big"
+
+
+def _pack(typecode: str, values: Any) -> bytes:
+    column = array(typecode, values)
+    if _BIG_ENDIAN:
+        column.byteswap()
+    return column.tobytes()
+
+
+def _unpack(typecode: str, data: bytes) -> "array[int]":
+    column: array[int] = array(typecode)
+    column.frombytes(data)
+    if _BIG_ENDIAN:
+        column.byteswap()
+    return column
+
+
+def pack_i32(values: Any) -> bytes:
+    """Encode an iterable of ints as little-endian int32. Raises OverflowError outside the range."""
+    return _pack("i", values)
+
+
+def unpack_i32(data: bytes) -> "array[int]":
+    """Decode little-endian int32. Raises ValueError if the length is not a multiple of four."""
+    return _unpack("i", data)
+
+
+def pack_i64(values: Any) -> bytes:
+    """Encode an iterable of ints as little-endian int64. Raises OverflowError outside the range."""
+    return _pack("q", values)
+
+
+def unpack_i64(data: bytes) -> "array[int]":
+    """Decode little-endian int64. Raises ValueError if the length is not a multiple of eight."""
+    return _unpack("q", data)
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Base of everything that is sent by itself."""
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """Base of what only travels inside a message."""
+
+
+# -- connection ------------------------------------------------------------------------------------------------
+
+
+class Role(IntEnum):
+    """What a process is to the engine."""
+
+    CORE = 0
+    TOKENIZER = 1
+    DETOKENIZER = 2
+    FRONTEND = 3
+
+
+class Hello(Message):
+    """First message on every connection. `endpoint` is where the sender serves others, if it does."""
+
+    protocol_version: int
+    role: Role
+    identity: str
+    pid: int
+    endpoint: str = ""
+
+
+class ModelInfo(Part):
+    """What a frontend may know of the model. `path` is the file or folder to read the tokenizer from."""
+
+    name: str
+    path: str
+    vocab_size: int
+    max_context: int  # tokens, prompt and answer together
+    created: int  # unix seconds
+    eos_token_ids: list[int]
+
+
+class Limits(Part):
+    """Bounds that frontends check before they send anything, and the core checks again."""
+
+    max_waiting_requests: int
+    max_waiting_tokens: int
+
+
+class Welcome(Message):
+    """The answer to a Hello from a process that takes the sender in."""
+
+    protocol_version: int
+    identity: str
+    model: ModelInfo
+    limits: Limits
+
+
+class Refused(Message):
+    """The answer to a Hello that can't be taken. The sender ends with `reason` as its last line."""
+
+    reason: str
+
+
+class Ping(Message):
+    """Sent to each peer of a server twice a second, so that a dead peer is noticed while nothing else is sent."""
+
+
+# -- requests --------------------------------------------------------------------------------------------------
+
+
+class SamplingParams(Part):
+    """How tokens are chosen. Ranges are checked by the frontend and again by the core (`engine_core/intake.py`)."""
+
+    max_tokens: int | None = None  # None: whatever the context leaves
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0  # 0 <= seed < 2**63; the frontend draws one if the user gave none
+    choice: int = 0  # index among the n choices; draws depend on (seed, choice, position) only
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int = -1  # -1: off; k: log-probability of the token and of the k best
+    prompt_logprobs: int = -1  # the same for the prompt's tokens; such a request doesn't read the prefix cache
+
+
+class TextParams(Part):
+    """What the detokenizer does with a request's tokens."""
+
+    stop: list[str] = []
+    include_stop_str: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False  # the first delta starts with the prompt's text
+
+
+class TextPrompt(Part, tag="text"):
+    """A raw completion prompt; specials are added as the model file says."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+class TokenPrompt(Part, tag="ids"):
+    """Token ids, int32 bytes: passed through as they are."""
+
+    ids: bytes
+
+
+class ChatPrompt(Part, tag="chat"):
+    """A conversation, rendered with the model's chat template. Message and tool objects are OpenAI's."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+class SubmitText(Message):
+    """A frontend's request. Its choices get the ids `request_id`, `request_id + 1`, ... `request_id + choices - 1`."""
+
+    request_id: int
+    choices: int
+    prompt: Prompt
+    sampling: SamplingParams
+    text: TextParams
+    detokenizer: str  # identity of the detokenizer that the frontend listens to
+    priority: int = 0  # lower runs first
+    cache_salt: str = ""
+
+
+class Submit(Message):
+    """A tokenised request, one per choice. `generated` are tokens that an earlier life of it has already produced."""
+
+    request_id: int
+    prompt: bytes  # int32
+    sampling: SamplingParams
+    text: TextParams
+    frontend: str  # identity
+    detokenizer: str  # identity
+    generated: bytes = b""  # int32
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Abort(Message):
+    """Drop these requests, in whatever state; unknown ids are ignored."""
+
+    request_ids: bytes  # int64
+
+
+class Accepted(Message):
+    """The core has queued the request; exactly one TextDelta with a `finish` will follow."""
+
+    request_id: int
+    prompt_tokens: int
+
+
+class Rejected(Message):
+    """The request (or Tokenize, Detokenize) was refused before it ran; nothing else follows."""
+
+    request_id: int
+    code: ErrorCode
+    message: str
+    param: str | None = None
+
+
+class Tokenize(Message):
+    """Ask a tokenizer for token ids."""
+
+    request_id: int
+    prompt: Prompt
+
+
+class Tokenized(Message):
+    """Answer to Tokenize. `pieces` is each token's text, with U+FFFD where it is not whole characters."""
+
+    request_id: int
+    ids: bytes  # int32
+    pieces: list[str]
+
+
+class Detokenize(Message):
+    """Ask a tokenizer for the text of token ids."""
+
+    request_id: int
+    ids: bytes  # int32
+
+
+class Detokenized(Message):
+    """Answer to Detokenize."""
+
+    request_id: int
+    text: str
+
+
+# -- output ----------------------------------------------------------------------------------------------------
+
+
+class Finish(IntEnum):
+    """Why a request ended; NONE while it runs."""
+
+    NONE = 0
+    STOP = 1  # EOS, a stop token or a stop string
+    LENGTH = 2  # max_tokens, or the context is full
+    ERROR = 3
+
+
+class TopLogprobs(Part):
+    """Log-probabilities at one position: of the token itself and of the best others, best first."""
+
+    token: int
+    logprob: float
+    top_ids: bytes  # int32
+    top_logprobs: list[float]
+    rank: int = 0
+
+
+class Started(Message):
+    """A request runs for the first time. `prompt` holds all ids if the text is echoed, else the last few."""
+
+    request_id: int
+    frontend: str
+    prompt: bytes  # int32
+    text: TextParams
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    prompt_logprobs: int = -1
+
+
+class RowExtra(Part):
+    """What only few rows of a StepOutput carry. `row` indexes its columns."""
+
+    row: int
+    logprobs: TopLogprobs | None = None
+    prompt_logprobs: list[TopLogprobs | None] | None = None  # once, with the first token
+    error_code: ErrorCode | None = None
+    error: str = ""
+
+
+class StepOutput(Message):
+    """What one step produced, by columns: row i is token `tokens[i]` of request `ids[i]`, ended if `finish[i]`.
+
+    A token of -1 stands for none (the request ended without a further token).
+    """
+
+    step: int
+    ids: bytes  # int64
+    tokens: bytes  # int32
+    finish: bytes  # uint8, values of Finish
+    extras: list[RowExtra] = []
+
+
+class TokenText(Part):
+    """A token for the logprobs of an answer: its id, its true bytes, its log-probability."""
+
+    token: int
+    bytes: bytes
+    logprob: float
+
+
+class TokenLogprobs(Part):
+    """The logprobs entry of one token of an answer or prompt. `chosen.logprob` of a prompt's first token is NaN."""
+
+    chosen: TokenText
+    top: list[TokenText]
+
+
+class TextDelta(Part):
+    """New text of one request. Several steps may be merged into one delta."""
+
+    request_id: int
+    text: str
+    tokens: int  # how many generated tokens this delta stands for
+    finish: Finish = Finish.NONE
+    stop_reason: int | str | None = None  # the stop token or string that ended it
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    cached_tokens: int = 0
+    error_code: ErrorCode | None = None
+    error: str = ""
+
+
+class TextDeltas(Message):
+    """All that a step gave one frontend."""
+
+    deltas: list[TextDelta]
+
+
+# -- status ----------------------------------------------------------------------------------------------------
+
+
+class PeerInfo(Part):
+    """A process that is connected to the core."""
+
+    role: Role
+    identity: str
+    pid: int
+    endpoint: str
+    requests: int = 0
+
+
+class CoreStatus(Message):
+    """The core's heartbeat, published several times a second; only the newest value matters.
+
+    `step_age` is the time since a step last ended or the core was last idle: with work pending, a large value means
+    that the step loop hangs.
+    """
+
+    identity: str
+    pid: int
+    time: float  # unix seconds
+    uptime: float
+    step: int
+    step_age: float
+    model: ModelInfo
+    limits: Limits
+    waiting: int
+    waiting_tokens: int
+    running: int
+    peers: list[PeerInfo]
+    gauges: dict[str, float] = {}  # point-in-time values by metric name
+    counters: dict[str, float] = {}  # monotonic totals by metric name
+    memory: dict[str, int] = {}  # bytes by use, as the start-up line lists them
