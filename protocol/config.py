@@ -31,13 +31,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     threads: int = 0  # CPU threads of the model; 0: by measurement
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
+        for name, choice, allowed in (
             ("--device", self.device, DEVICES),
             ("--dtype", self.dtype, DTYPES),
             ("--weights", self.weights, WEIGHTS),
         ):
-            if value not in allowed:
-                raise StartupError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+            if choice not in allowed:
+                raise StartupError(f"{name} {choice!r} is not one of {', '.join(allowed)}")
         for name, value, low, high in (
             ("--block-size", self.block_size, 1, 256),
             ("--max-cache", self.max_cache, 0, 1 << 24),

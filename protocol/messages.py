@@ -84,7 +84,7 @@ class Role(IntEnum):
     FRONTEND = 3
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message on every connection. `endpoint` is where the sender serves others, if it does."""
 
     protocol_version: int
@@ -94,7 +94,7 @@ class Hello(Message):
     endpoint: str = ""
 
 
-class ModelInfo(Part):
+class ModelInfo(Part, frozen=True):
     """What a frontend may know of the model. `path` is the file or folder to read the tokenizer from."""
 
     name: str
@@ -105,14 +105,14 @@ class ModelInfo(Part):
     eos_token_ids: list[int]
 
 
-class Limits(Part):
+class Limits(Part, frozen=True):
     """Bounds that frontends check before they send anything, and the core checks again."""
 
     max_waiting_requests: int
     max_waiting_tokens: int
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The answer to a Hello from a process that takes the sender in."""
 
     protocol_version: int
@@ -121,20 +121,20 @@ class Welcome(Message):
     limits: Limits
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The answer to a Hello that can't be taken. The sender ends with `reason` as its last line."""
 
     reason: str
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Sent to each peer of a server twice a second, so that a dead peer is noticed while nothing else is sent."""
 
 
 # -- requests --------------------------------------------------------------------------------------------------
 
 
-class SamplingParams(Part):
+class SamplingParams(Part, frozen=True):
     """How tokens are chosen. Ranges are checked by the frontend and again by the core (`engine_core/intake.py`)."""
 
     max_tokens: int | None = None  # None: whatever the context leaves
@@ -155,7 +155,7 @@ class SamplingParams(Part):
     prompt_logprobs: int = -1  # the same for the prompt's tokens; such a request doesn't read the prefix cache
 
 
-class TextParams(Part):
+class TextParams(Part, frozen=True):
     """What the detokenizer does with a request's tokens."""
 
     stop: list[str] = []
@@ -164,20 +164,20 @@ class TextParams(Part):
     echo: bool = False  # the first delta starts with the prompt's text
 
 
-class TextPrompt(Part, tag="text"):
+class TextPrompt(Part, tag="text", frozen=True):
     """A raw completion prompt; specials are added as the model file says."""
 
     text: str
     add_special_tokens: bool = True
 
 
-class TokenPrompt(Part, tag="ids"):
+class TokenPrompt(Part, tag="ids", frozen=True):
     """Token ids, int32 bytes: passed through as they are."""
 
     ids: bytes
 
 
-class ChatPrompt(Part, tag="chat"):
+class ChatPrompt(Part, tag="chat", frozen=True):
     """A conversation, rendered with the model's chat template. Message and tool objects are OpenAI's."""
 
     messages: list[dict[str, Any]]
@@ -190,7 +190,7 @@ class ChatPrompt(Part, tag="chat"):
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
-class SubmitText(Message):
+class SubmitText(Message, frozen=True):
     """A frontend's request. Its choices get the ids `request_id`, `request_id + 1`, ... `request_id + choices - 1`."""
 
     request_id: int
@@ -203,7 +203,7 @@ class SubmitText(Message):
     cache_salt: str = ""
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """A tokenised request, one per choice. `generated` are tokens that an earlier life of it has already produced."""
 
     request_id: int
@@ -217,20 +217,20 @@ class Submit(Message):
     cache_salt: str = ""
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Drop these requests, in whatever state; unknown ids are ignored."""
 
     request_ids: bytes  # int64
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True):
     """The core has queued the request; exactly one TextDelta with a `finish` will follow."""
 
     request_id: int
     prompt_tokens: int
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True):
     """The request (or Tokenize, Detokenize) was refused before it ran; nothing else follows."""
 
     request_id: int
@@ -239,14 +239,14 @@ class Rejected(Message):
     param: str | None = None
 
 
-class Tokenize(Message):
+class Tokenize(Message, frozen=True):
     """Ask a tokenizer for token ids."""
 
     request_id: int
     prompt: Prompt
 
 
-class Tokenized(Message):
+class Tokenized(Message, frozen=True):
     """Answer to Tokenize. `pieces` is each token's text, with U+FFFD where it is not whole characters."""
 
     request_id: int
@@ -254,14 +254,14 @@ class Tokenized(Message):
     pieces: list[str]
 
 
-class Detokenize(Message):
+class Detokenize(Message, frozen=True):
     """Ask a tokenizer for the text of token ids."""
 
     request_id: int
     ids: bytes  # int32
 
 
-class Detokenized(Message):
+class Detokenized(Message, frozen=True):
     """Answer to Detokenize."""
 
     request_id: int
@@ -280,7 +280,7 @@ class Finish(IntEnum):
     ERROR = 3
 
 
-class TopLogprobs(Part):
+class TopLogprobs(Part, frozen=True):
     """Log-probabilities at one position: of the token itself and of the best others, best first."""
 
     token: int
@@ -290,7 +290,7 @@ class TopLogprobs(Part):
     rank: int = 0
 
 
-class Started(Message):
+class Started(Message, frozen=True):
     """A request runs for the first time. `prompt` holds all ids if the text is echoed, else the last few."""
 
     request_id: int
@@ -301,7 +301,7 @@ class Started(Message):
     prompt_logprobs: int = -1
 
 
-class RowExtra(Part):
+class RowExtra(Part, frozen=True):
     """What only few rows of a StepOutput carry. `row` indexes its columns."""
 
     row: int
@@ -311,7 +311,7 @@ class RowExtra(Part):
     error: str = ""
 
 
-class StepOutput(Message):
+class StepOutput(Message, frozen=True):
     """What one step produced, by columns: row i is token `tokens[i]` of request `ids[i]`, ended if `finish[i]`.
 
     A token of -1 stands for none (the request ended without a further token).
@@ -324,7 +324,7 @@ class StepOutput(Message):
     extras: list[RowExtra] = []
 
 
-class TokenText(Part):
+class TokenText(Part, frozen=True):
     """A token for the logprobs of an answer: its id, its true bytes, its log-probability."""
 
     token: int
@@ -332,14 +332,14 @@ class TokenText(Part):
     logprob: float
 
 
-class TokenLogprobs(Part):
+class TokenLogprobs(Part, frozen=True):
     """The logprobs entry of one token of an answer or prompt. `chosen.logprob` of a prompt's first token is NaN."""
 
     chosen: TokenText
     top: list[TokenText]
 
 
-class TextDelta(Part):
+class TextDelta(Part, frozen=True):
     """New text of one request. Several steps may be merged into one delta."""
 
     request_id: int
@@ -354,7 +354,7 @@ class TextDelta(Part):
     error: str = ""
 
 
-class TextDeltas(Message):
+class TextDeltas(Message, frozen=True):
     """All that a step gave one frontend."""
 
     deltas: list[TextDelta]
@@ -363,7 +363,7 @@ class TextDeltas(Message):
 # -- status ----------------------------------------------------------------------------------------------------
 
 
-class PeerInfo(Part):
+class PeerInfo(Part, frozen=True):
     """A process that is connected to the core."""
 
     role: Role
@@ -373,7 +373,7 @@ class PeerInfo(Part):
     requests: int = 0
 
 
-class CoreStatus(Message):
+class CoreStatus(Message, frozen=True):
     """The core's heartbeat, published several times a second; only the newest value matters.
 
     `step_age` is the time since a step last ended or the core was last idle: with work pending, a large value means
