@@ -218,7 +218,8 @@ class Link:
         """Connect (in the background) and queue the Hello. `accepted` is the union of types the server may send."""
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
-        self.lost = False
+        self.handle: Callable[[Any], None] = lambda message: None  # for whoever pumps the link
+        self.lost = self.closed = False
         self.refused = ""
         self.sequence_gaps = 0
         self._sent = self._received = 0
@@ -277,8 +278,11 @@ class Link:
             recv_monitor_message(self._monitor)
             self.lost = True
 
-    def wait_welcome(self, timeout: float) -> Welcome:
-        """Block until the server has taken us in. Raises StartupError if it refuses or `timeout` seconds pass."""
+    def wait_welcome(self, timeout: float, cancelled: Callable[[], bool] = lambda: False) -> Welcome:
+        """Block until the server has taken us in. Raises StartupError if it refuses or `timeout` seconds pass.
+
+        `cancelled` is asked after each signal and twice a second.
+        """
         poller = zmq.Poller()
         for socket in self.sockets:
             poller.register(socket, zmq.POLLIN)
@@ -287,7 +291,9 @@ class Link:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise StartupError(f"no answer from {self.endpoint} within {timeout:.0f} s")
-            poller.poll(int(left * 1000) + 1)
+            if cancelled():
+                raise StartupError("stopped while waiting for the engine core")
+            poller.poll(int(min(left, PING_INTERVAL) * 1000) + 1)
             for _ in self.receive():
                 break
             if self.refused:
@@ -298,7 +304,7 @@ class Link:
 
     def close(self) -> None:
         """Close the connection."""
-        self.lost = True
+        self.lost = self.closed = True
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()

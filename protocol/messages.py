@@ -9,7 +9,8 @@ The life of a request, message by message:
     frontend  -> tokenizer    SubmitText            one message for all n choices of one prompt
     tokenizer -> core         Submit                one per choice
     core      -> tokenizer    Accepted | Rejected   sent by the intake thread, passed on to the frontend
-    core      -> detokenizer  Started, StepOutput*  Started always precedes the first StepOutput of a request
+    core      -> detokenizer  Started, StepOutput*  Started always precedes the first StepOutput of a request;
+                              Abort                 of started requests that the frontend has dropped
     detokenizer -> frontend   TextDeltas*           exactly one TextDelta of a request has a `finish`
     frontend  -> tokenizer -> core   Abort          same path as the submit, so it can't overtake it
     detokenizer -> core       Abort                 after a stop string; the request was running, so it can't overtake
@@ -228,6 +229,7 @@ class Accepted(Message, frozen=True):
 
     request_id: int
     prompt_tokens: int
+    frontend: str = ""
 
 
 class Rejected(Message, frozen=True):
@@ -237,6 +239,7 @@ class Rejected(Message, frozen=True):
     code: ErrorCode
     message: str
     param: str | None = None
+    frontend: str = ""
 
 
 class Tokenize(Message, frozen=True):

@@ -1,0 +1,239 @@
+"""The engine core: the step loop and what it is made of."""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import zmq
+
+from engine_core.heartbeat import Heartbeat
+from engine_core.intake import FrontendGone, Intake, aborted_ids
+from engine_core.output import OutputChannel
+from engine_core.plan import StepPlan
+from engine_core.request import Request
+from engine_core.runner import Runner
+from engine_core.scheduler import Capacity, Scheduler
+from protocol.channels import PING_INTERVAL, new_identity
+from protocol.errors import ErrorCode
+from protocol.messages import PROTOCOL_VERSION, Abort, CoreStatus, ModelInfo, PeerInfo, Role, Welcome
+from protocol.messages import Limits as WireLimits
+from protocol.runtime_dir import core_endpoint, output_endpoint, status_endpoint
+
+MAX_FAILED_STEPS = 3  # in a row; then the fault isn't a request's but ours
+WATCHDOG_SECONDS = 10.0  # with work waiting and nothing planned
+
+_log = logging.getLogger("pagetide.core")
+
+
+class EngineStuck(RuntimeError):
+    """Work is waiting and nothing progresses: a bug that must not be hidden."""
+
+
+class EngineCore:
+    """One per GPU. `bind` before the model is loaded, `open` after it, then `run` until `stop`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Bind all sockets in the runtime directory, so that others can connect while the model loads."""
+        self.identity = new_identity(Role.CORE)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wake = self.context.socket(zmq.PAIR)
+        self._wake.bind("inproc://wake")
+        wake = self.context.socket(zmq.PAIR)
+        wake.setsockopt(zmq.SNDHWM, 1)
+        wake.connect("inproc://wake")
+        self.intake = Intake(self.context, core_endpoint(directory), wake)
+        self.output = OutputChannel(self.context, output_endpoint(directory))
+        self.intake.detokenizers = self.output.server.peers
+        self.heartbeat = Heartbeat(self.context, status_endpoint(directory), self.status)
+        self.stopping = False
+        self.last_progress = self._started = time.monotonic()
+        self._next_ping = 0.0
+        self._failed_steps = 0
+        self.finished = self.aborted = self.failed = self.generated_tokens = self.prompt_tokens = 0
+        self.step_seconds = 0.0
+
+    def open(
+        self,
+        runner: Runner,
+        capacity: Capacity,
+        model: ModelInfo,
+        limits: WireLimits,
+        memory: dict[str, int],
+    ) -> None:
+        """Take everybody in: the model is there."""
+        self.runner = runner
+        self.scheduler = Scheduler(capacity, model.eos_token_ids)
+        self.model, self.limits, self.memory = model, limits, memory
+        welcome = Welcome(PROTOCOL_VERSION, self.identity, model, limits)
+        self.intake.open_doors(welcome, capacity)
+        self.output.open_doors(welcome)
+        self.intake.start()
+        self.heartbeat.start()
+
+    # -- the step loop -----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The step loop."""
+        while not self.stopping:
+            if not self.scheduler.has_work:
+                self._sleep()
+            self._take_in()
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self._compute(plan)
+            elif self.scheduler.has_work:
+                self._check_progress()
+            else:
+                self.last_progress = time.monotonic()
+
+    def _compute(self, plan: StepPlan) -> None:
+        started = time.monotonic()
+        try:
+            result = self.runner.launch(plan).tokens()
+        except Exception as error:
+            self._fail_step(plan, error)
+            return
+        outcomes = self.scheduler.commit(plan, result)
+        self.output.publish(plan.step, outcomes, result)
+        self._failed_steps = 0
+        self.last_progress = time.monotonic()
+        self.step_seconds += self.last_progress - started
+        self.generated_tokens += len(outcomes)
+        self.prompt_tokens += sum(len(row.tokens) for row in plan.prefills)
+        self.finished += sum(bool(outcome.finish) for outcome in outcomes)
+
+    def _take_in(self) -> None:
+        """Let in what has come since the last step: requests, aborts, news of the dead."""
+        events = self.intake.events
+        while events:
+            event = events.popleft()
+            if isinstance(event, Request):
+                self._add(event)
+            elif isinstance(event, Abort):
+                self._abort(aborted_ids(event))
+            else:
+                self._abort_all_of(event)
+        self.intake.queued_requests = len(self.scheduler.waiting)
+        self.intake.queued_tokens = self.scheduler.waiting_tokens
+        if time.monotonic() >= self._next_ping:
+            self.output.server.ping()
+            self._next_ping = time.monotonic() + PING_INTERVAL
+        ids, gone = self.output.receive()
+        self._abort(ids)
+        for identity in gone:
+            self._abort([r.id for r in self.scheduler.requests.values() if r.detokenizer == identity])
+
+    def _add(self, request: Request) -> None:
+        if request.id in self.scheduler.requests:
+            _log.warning("request id %d came twice", request.id)
+        elif request.detokenizer in self.output.server.peers:  # else the frontend has noticed, too
+            self.scheduler.add(request)
+
+    def _abort(self, ids: list[int]) -> None:
+        for request_id in ids:
+            request = self.scheduler.abort(request_id)
+            if request is not None:
+                self.aborted += 1
+                self.output.forget(request)
+
+    def _abort_all_of(self, event: FrontendGone) -> None:
+        self._abort([r.id for r in self.scheduler.requests.values() if r.frontend == event.identity])
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        """A step that raised: its requests end with an error, the others go on; three in a row end the process."""
+        _log.exception("step %d failed", plan.step)
+        self._failed_steps += 1
+        ids = [row.request_id for row in (*plan.decodes, *plan.prefills)]
+        requests = [request for request in map(self.scheduler.abort, ids) if request is not None]
+        self.failed += len(requests)
+        self.output.fail(plan.step, requests, ErrorCode.INTERNAL_ERROR, f"the step failed: {error}")
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineStuck(f"{MAX_FAILED_STEPS} steps failed in a row, the last one with: {error}") from error
+
+    def _check_progress(self) -> None:
+        if time.monotonic() - self.last_progress > WATCHDOG_SECONDS:
+            scheduler = self.scheduler
+            raise EngineStuck(
+                f"{len(scheduler.waiting)} requests wait, {len(scheduler.running)} run, and nothing has progressed for "
+                f"{WATCHDOG_SECONDS:.0f} s"
+            )
+        self._sleep()
+
+    def _sleep(self) -> None:
+        """Wait, without the GIL, for a message or the next ping."""
+        zmq.zmq_poll(
+            [(self._wake, zmq.POLLIN), (self.output.server.socket, zmq.POLLIN)], int(PING_INTERVAL * 1000)
+        )
+        try:
+            while True:
+                self._wake.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+
+    # -- from other threads ------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ask the loop to end. Safe from a signal handler."""
+        self.stopping = True
+
+    def status(self) -> CoreStatus:
+        """The heartbeat. Reads counters only; numbers of one message may be a step apart."""
+        scheduler, pool, now = self.scheduler, self.scheduler.pool, time.monotonic()
+        busy = scheduler.has_work
+        gauges = {
+            "kv_blocks_total": pool.num_blocks,
+            "kv_blocks_free": pool.free,
+            "kv_blocks_cached": pool.cached,
+            "requests_waiting": len(scheduler.waiting),
+            "requests_running": len(scheduler.running),
+            "requests_waiting_tokens": scheduler.waiting_tokens,
+        }
+        counters = {
+            "steps_total": scheduler.step,
+            "step_seconds_total": self.step_seconds,
+            "prompt_tokens_total": self.prompt_tokens,
+            "generated_tokens_total": self.generated_tokens,
+            "requests_accepted_total": self.intake.accepted,
+            "requests_rejected_total": self.intake.rejected,
+            "requests_finished_total": self.finished,
+            "requests_aborted_total": self.aborted,
+            "requests_failed_total": self.failed,
+            "requests_preempted_total": scheduler.preemptions,
+            "prefix_cache_hit_tokens_total": scheduler.prefix_hit_tokens,
+            "prefix_cache_query_tokens_total": scheduler.prefix_query_tokens,
+            "prefix_cache_evicted_blocks_total": pool.evictions,
+            "wire_dropped_messages_total": self.intake.server.dropped + self.output.server.dropped,
+        }
+        return CoreStatus(
+            identity=self.identity,
+            pid=os.getpid(),
+            time=time.time(),
+            uptime=now - self._started,
+            step=scheduler.step,
+            step_age=now - self.last_progress if busy else 0.0,
+            model=self.model,
+            limits=self.limits,
+            waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting_tokens,
+            running=len(scheduler.running),
+            peers=self._peers(),
+            gauges=dict(gauges),
+            counters=dict(counters),
+            memory=self.memory,
+        )
+
+    def _peers(self) -> list[PeerInfo]:
+        peers = list(self.intake.server.peers.values()) + list(self.output.server.peers.values())
+        return [PeerInfo(p.hello.role, p.hello.identity, p.hello.pid, p.hello.endpoint) for p in peers]
+
+    def close(self) -> None:
+        """Stop the threads, end what still runs with an error, and close all sockets."""
+        requests = list(self.scheduler.requests.values()) if hasattr(self, "scheduler") else []
+        self.output.fail(0, requests, ErrorCode.SHUTTING_DOWN, "the engine is shutting down")
+        for thread in (self.intake, self.heartbeat):
+            thread.stopping.set()
+            if thread.is_alive():
+                thread.join(1.0)
+        self.output.server.close()
+        self.context.destroy(linger=200)

@@ -1,0 +1,41 @@
+"""From a configuration to everything the step loop needs: the runner, the sizes, what the model is."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine_core.runner import Runner
+from engine_core.scheduler import Capacity
+from protocol.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What `load` gives the core."""
+
+    runner: Runner
+    capacity: Capacity
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    memory: dict[str, int]  # bytes by use
+    summary: str  # for the start-up line
+
+
+def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
+    """Load the model. `progress` hears of bytes done and in all. Raises StartupError."""
+    if config.device == "null":
+        from engine_core.null_runner import NullRunner
+
+        runner: NullRunner | ModelRunner = NullRunner(config)
+    else:
+        from engine_core.model_runner import load_runner
+
+        runner = load_runner(config, progress)
+    capacity = Capacity(
+        num_blocks=runner.num_blocks,
+        block_size=config.block_size,
+        max_context=runner.max_context,
+        max_running=config.max_running,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+        prefix_cache=config.prefix_cache,
+    )
+    return Engine(runner, capacity, runner.vocab_size, runner.eos_token_ids, runner.memory, runner.summary)

@@ -1,0 +1,120 @@
+"""Sends what steps gave to the detokenizers, one StepOutput per step and detokenizer."""
+
+from collections.abc import Iterable
+
+import zmq
+
+from engine_core.intake import aborted_ids
+from engine_core.plan import StepResult
+from engine_core.request import Request
+from engine_core.scheduler import Outcome
+from protocol.channels import Peer, Server
+from protocol.errors import ErrorCode
+from protocol.messages import (
+    Abort,
+    Finish,
+    Role,
+    RowExtra,
+    Started,
+    StepOutput,
+    TopLogprobs,
+    Welcome,
+    pack_i32,
+    pack_i64,
+)
+
+PROMPT_TAIL = 8  # prompt tokens that a detokenizer needs to join the first generated one to
+
+
+class OutputChannel:
+    """Owns the socket that detokenizers connect to. Belongs to the step loop's thread."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
+        self.server = Server(context, endpoint, Abort, (Role.DETOKENIZER,), self._peer_gone)
+        self._gone: list[str] = []
+
+    def open_doors(self, welcome: Welcome) -> None:
+        """Take detokenizers in."""
+        self.server.open_doors(welcome)
+
+    def receive(self) -> tuple[list[int], list[str]]:
+        """What has come since the last call: ids to abort, and identities of detokenizers that are gone."""
+        ids = [i for _, message in self.server.receive() for i in aborted_ids(message)]
+        gone, self._gone = self._gone, []
+        return ids, gone
+
+    def publish(self, step: int, outcomes: Iterable[Outcome], result: StepResult) -> None:
+        """Send a step's outcomes, each detokenizer its own."""
+        by_detokenizer: dict[str, list[Outcome]] = {}
+        for outcome in outcomes:
+            by_detokenizer.setdefault(outcome.request.detokenizer, []).append(outcome)
+        for identity, mine in by_detokenizer.items():
+            peer = self.server.peers.get(identity)
+            if peer is not None:
+                self._announce(peer, mine)
+                self.server.send(peer, encode_step(step, mine, result))
+
+    def fail(self, step: int, requests: Iterable[Request], code: ErrorCode, message: str) -> None:
+        """End requests with an error."""
+        for request in requests:
+            peer = self.server.peers.get(request.detokenizer)
+            if peer is not None:
+                self._announce(peer, [Outcome(request, -1, Finish.ERROR)])
+                extra = RowExtra(0, error_code=code, error=message)
+                ids, tokens, finish = pack_i64([request.id]), pack_i32([-1]), bytes([Finish.ERROR])
+                self.server.send(peer, StepOutput(step, ids, tokens, finish, [extra]))
+
+    def forget(self, request: Request) -> None:
+        """Tell the detokenizer of a started request that it was aborted."""
+        peer = self.server.peers.get(request.detokenizer)
+        if peer is not None and request.announced:
+            self.server.send(peer, Abort(pack_i64([request.id])))
+
+    def _announce(self, peer: Peer, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            request = outcome.request
+            if not request.announced:
+                request.announced = True
+                prompt = request.prompt if request.text.echo else request.prompt[-PROMPT_TAIL:]
+                top = request.sampling.prompt_logprobs
+                cached = max(0, request.cached_tokens)
+                self.server.send(
+                    peer, Started(request.id, request.frontend, pack_i32(prompt), request.text, cached, top)
+                )
+
+    def _peer_gone(self, peer: Peer) -> None:
+        self._gone.append(peer.identity)
+
+
+def encode_step(step: int, outcomes: list[Outcome], result: StepResult) -> StepOutput:
+    """Columns of one detokenizer's share of a step."""
+    extras = []
+    if result.logprobs or result.prompt_logprobs or any(outcome.finish is Finish.ERROR for outcome in outcomes):
+        for row, outcome in enumerate(outcomes):
+            extra = _extra(row, outcome, result)
+            if extra is not None:
+                extras.append(extra)
+    return StepOutput(
+        step,
+        pack_i64([outcome.request.id for outcome in outcomes]),
+        pack_i32([outcome.token for outcome in outcomes]),
+        bytes([outcome.finish for outcome in outcomes]),
+        extras,
+    )
+
+
+def _extra(row: int, outcome: Outcome, result: StepResult) -> RowExtra | None:
+    request = outcome.request
+    if outcome.finish is Finish.ERROR:
+        return RowExtra(
+            row,
+            error_code=ErrorCode.NON_FINITE_LOGITS,
+            error="the model's logits for this request are not finite",
+        )
+    logprobs = result.logprobs.get(request.id)
+    prompt_logprobs: list[TopLogprobs | None] | None = None
+    if request.prompt_logprobs and len(request.output) == 1:
+        prompt_logprobs = [None, *request.prompt_logprobs]
+    if logprobs is None and prompt_logprobs is None:
+        return None
+    return RowExtra(row, logprobs, prompt_logprobs)

@@ -1,0 +1,324 @@
+"""The scheduler against a model that computes nothing: token t of a request is a function of its known tokens."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_core.plan import StepPlan, StepResult
+from engine_core.request import Request, State
+from engine_core.scheduler import Capacity, Outcome, Scheduler
+from protocol.errors import ErrorCode, PagetideError
+from protocol.messages import Finish, SamplingParams
+
+EOS = 7
+_ids = itertools.count(1)
+
+
+def make_scheduler(num_blocks: int = 64, block_size: int = 4, **options: int | bool) -> Scheduler:
+    settings_ = {"max_context": 1000, "max_running": 8, "prefill_chunk_tokens": 16} | options
+    return Scheduler(Capacity(num_blocks, block_size, **settings_), [EOS])
+
+
+def make_request(scheduler: Scheduler, prompt: list[int], max_tokens: int = 4, **options: object) -> Request:
+    limit = scheduler.capacity.answer_limit(len(prompt), max_tokens)
+    sampling = options.pop("sampling", SamplingParams(ignore_eos=True))
+    return Request(next(_ids), prompt, sampling, limit, 0.0, **options)
+
+
+def next_token(known: list[int]) -> int:
+    return (sum(known) * 31 + len(known)) % 97
+
+
+class FakeModel:
+    """Keeps what was written to each block slot, and checks that every row reads exactly its own tokens."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.size = scheduler.capacity.block_size
+        self.slots: dict[tuple[int, int], int] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        rows = [*plan.decodes, *plan.prefills]
+        written = set()
+        for row in rows:
+            for position, token in enumerate(row.tokens, row.start):
+                slot = row.blocks[position // self.size], position % self.size
+                assert slot not in written, "two rows write one slot"
+                written.add(slot)
+                self.slots[slot] = token
+        tokens = []
+        for row in rows:
+            stop = row.start + len(row.tokens)
+            seen = [self.slots[row.blocks[p // self.size], p % self.size] for p in range(stop)]
+            assert seen == [*row.prompt, *row.output][:stop], "a row reads somebody else's KV"
+            if row.samples:
+                tokens.append(next_token(seen))
+        return StepResult(tokens)
+
+
+def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
+    known = list(prompt)
+    for _ in range(max_tokens):
+        known.append(next_token(known))
+    return known[len(prompt) :]
+
+
+def run_to_end(scheduler: Scheduler, model: FakeModel, max_steps: int = 10_000) -> Iterator[tuple[StepPlan, list[Outcome]]]:
+    for _ in range(max_steps):
+        if not scheduler.has_work:
+            return
+        plan = scheduler.schedule()
+        scheduler.check()
+        assert plan is not None, "work is waiting and nothing can run"
+        outcomes = scheduler.commit(plan, model.run(plan))
+        scheduler.check()
+        yield plan, outcomes
+    raise AssertionError("no end in sight")
+
+
+def finish_all(scheduler: Scheduler, model: FakeModel) -> None:
+    for _ in run_to_end(scheduler, model):
+        pass
+
+
+@dataclass
+class Arrival:
+    prompt: list[int]
+    max_tokens: int
+    priority: int
+    abort_after: int | None
+
+
+arrivals = st.builds(
+    Arrival,
+    prompt=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    max_tokens=st.integers(1, 30),
+    priority=st.integers(0, 2),
+    abort_after=st.none() | st.integers(0, 12),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    events=st.lists(st.one_of(arrivals, st.integers(1, 6)), max_size=24),
+    num_blocks=st.integers(2, 40),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    max_running=st.integers(1, 6),
+    chunk=st.integers(1, 24),
+    prefix_cache=st.booleans(),
+)
+def test_any_load_ends_with_the_right_tokens(
+    events: list[Arrival | int], num_blocks: int, block_size: int, max_running: int, chunk: int, prefix_cache: bool
+) -> None:
+    scheduler = make_scheduler(
+        num_blocks, block_size, max_running=max_running, prefill_chunk_tokens=chunk, prefix_cache=prefix_cache
+    )
+    model = FakeModel(scheduler)
+    accepted: dict[int, tuple[Request, Arrival]] = {}
+    aborts: dict[int, int] = {}
+    ended: dict[int, int] = {}
+
+    def take_step() -> None:
+        plan = scheduler.schedule()
+        scheduler.check()
+        assert (plan is not None) == scheduler.has_work
+        if plan is None:
+            return
+        for outcome in scheduler.commit(plan, model.run(plan)):
+            if outcome.finish:
+                ended[outcome.request.id] = ended.get(outcome.request.id, 0) + 1
+        scheduler.check()
+        for request_id in [key for key, left in aborts.items() if left <= 0]:
+            del aborts[request_id]
+            if scheduler.abort(request_id):
+                ended[request_id] = ended.get(request_id, 0) + 1
+            assert scheduler.abort(request_id) is None
+            scheduler.check()
+        for request_id in aborts:
+            aborts[request_id] -= 1
+
+    for event in events:
+        if isinstance(event, int):
+            for _ in range(event):
+                take_step()
+            continue
+        try:
+            request = make_request(scheduler, event.prompt, event.max_tokens, priority=event.priority)
+        except PagetideError as error:
+            assert error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+            assert len(event.prompt) >= num_blocks * block_size
+            continue
+        scheduler.add(request)
+        scheduler.check()
+        accepted[request.id] = request, event
+        if event.abort_after is not None:
+            aborts[request.id] = event.abort_after
+    for _ in range(20_000):
+        if not scheduler.has_work:
+            break
+        take_step()
+
+    assert not scheduler.has_work
+    assert ended == dict.fromkeys(accepted, 1)
+    assert scheduler.pool.available == num_blocks
+    for request, event in accepted.values():
+        reference = expected_output(event.prompt, request.max_tokens)
+        assert request.output == reference[: len(request.output)]
+        if event.abort_after is None:
+            assert len(request.output) == request.max_tokens
+
+
+def test_decodes_go_on_under_endless_prefills() -> None:
+    scheduler = make_scheduler(num_blocks=2000, prefill_chunk_tokens=8, max_running=4)
+    model = FakeModel(scheduler)
+    stream = make_request(scheduler, [1], max_tokens=100)
+    scheduler.add(stream)
+    scheduler.commit((plan := scheduler.schedule()), model.run(plan))
+    for step in range(60):
+        if step % 4 == 0:
+            scheduler.add(make_request(scheduler, [step] * 160, max_tokens=1))
+        plan = scheduler.schedule()
+        assert [row.request_id for row in plan.decodes] == [stream.id], "the stream missed a step"
+        assert sum(len(row.tokens) for row in plan.prefills) == 8, "the prompts got no part of the step"
+        scheduler.commit(plan, model.run(plan))
+
+
+@pytest.mark.parametrize("length", [31, 32, 33])
+def test_prompt_at_the_size_of_the_pool(length: int) -> None:
+    scheduler = make_scheduler(num_blocks=8)
+    model = FakeModel(scheduler)
+    if length >= 32:
+        with pytest.raises(PagetideError, match="context holds 32"):
+            make_request(scheduler, [1] * length)
+    else:
+        scheduler.add(make_request(scheduler, [1] * length, max_tokens=100))
+    small = make_request(scheduler, [2], max_tokens=2)
+    scheduler.add(small)
+    finish_all(scheduler, model)
+    assert small.output == expected_output([2], 2)
+
+
+def test_two_prompts_that_fit_only_one_at_a_time() -> None:
+    scheduler = make_scheduler(num_blocks=10, prefill_chunk_tokens=8)
+    first, second = (make_request(scheduler, [token] * 30, max_tokens=8) for token in (1, 2))
+    scheduler.add(first)
+    scheduler.add(second)
+    finish_all(scheduler, FakeModel(scheduler))
+    assert first.output == expected_output([1] * 30, 8)
+    assert second.output == expected_output([2] * 30, 8)
+
+
+def test_preemption_keeps_every_token_and_converges() -> None:
+    scheduler = make_scheduler(num_blocks=8, prefix_cache=False)
+    requests = [make_request(scheduler, [token] * 8, max_tokens=16) for token in (1, 2)]
+    for request in requests:
+        scheduler.add(request)
+    finish_all(scheduler, FakeModel(scheduler))
+    assert scheduler.preemptions >= 1
+    assert [request.output for request in requests] == [expected_output([token] * 8, 16) for token in (1, 2)]
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
+def test_a_wholly_cached_prompt_still_computes_one_token(length: int) -> None:
+    scheduler = make_scheduler(block_size=16, prefill_chunk_tokens=64)
+    model = FakeModel(scheduler)
+    prompt = list(range(length))
+    for attempt in range(3):
+        request = make_request(scheduler, prompt, max_tokens=20)
+        scheduler.add(request)
+        finish_all(scheduler, model)
+        assert request.output == expected_output(prompt, 20)
+        assert request.cached_tokens == (0 if attempt == 0 else (length - 1) // 16 * 16)
+
+
+def test_salts_separate_the_cache() -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler)
+    hits = []
+    for salt in ("a", "b", "a"):
+        request = make_request(scheduler, [1] * 20, cache_salt=salt)
+        scheduler.add(request)
+        finish_all(scheduler, model)
+        hits.append(request.cached_tokens)
+    assert hits == [0, 0, 16]
+
+
+def test_prompt_logprobs_do_not_read_the_cache() -> None:
+    scheduler = make_scheduler()
+    model = FakeModel(scheduler)
+    for _ in range(2):
+        request = make_request(scheduler, [1] * 9, sampling=SamplingParams(prompt_logprobs=1, ignore_eos=True))
+        scheduler.add(request)
+        finish_all(scheduler, model)
+        assert request.cached_tokens == 0
+
+
+def test_higher_priority_takes_the_place_of_lower() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_running=1)
+    model = FakeModel(scheduler)
+    low = make_request(scheduler, [1] * 8, max_tokens=20, priority=5)
+    scheduler.add(low)
+    scheduler.commit((plan := scheduler.schedule()), model.run(plan))
+    high = make_request(scheduler, [2] * 8, max_tokens=2, priority=1)
+    scheduler.add(high)
+    plan = scheduler.schedule()
+    assert [row.request_id for row in plan.prefills] == [high.id]
+    scheduler.commit(plan, model.run(plan))
+    finish_all(scheduler, model)
+    assert low.output == expected_output([1] * 8, 20)
+
+
+def test_equal_priority_is_first_come_first_served() -> None:
+    scheduler = make_scheduler(max_running=1)
+    requests = [make_request(scheduler, [token], max_tokens=2) for token in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    ended = [o.request.id for _, outcomes in run_to_end(scheduler, FakeModel(scheduler)) for o in outcomes if o.finish]
+    assert ended == [request.id for request in requests]
+
+
+def test_eos_and_stop_tokens_end_a_request_unless_ignored() -> None:
+    for sampling, finish in (
+        (SamplingParams(), Finish.STOP),
+        (SamplingParams(ignore_eos=True), Finish.LENGTH),
+        (SamplingParams(ignore_eos=True, stop_token_ids=[EOS]), Finish.STOP),
+    ):
+        scheduler = make_scheduler()
+        request = make_request(scheduler, [1], max_tokens=1, sampling=sampling)
+        scheduler.add(request)
+        (outcome,) = scheduler.commit(scheduler.schedule(), StepResult([EOS]))
+        assert (outcome.token, outcome.finish) == (EOS, finish)
+        assert request.state is State.FINISHED
+
+
+def test_non_finite_logits_end_that_request_alone() -> None:
+    scheduler = make_scheduler()
+    bad, good = make_request(scheduler, [1]), make_request(scheduler, [2])
+    scheduler.add(bad)
+    scheduler.add(good)
+    outcomes = scheduler.commit(scheduler.schedule(), StepResult([-1, 5]))
+    assert [(o.request, o.finish) for o in outcomes] == [(bad, Finish.ERROR), (good, Finish.NONE)]
+    scheduler.check()
+
+
+def test_results_of_aborted_requests_are_passed_over() -> None:
+    scheduler = make_scheduler()
+    gone, stays = make_request(scheduler, [1]), make_request(scheduler, [2])
+    scheduler.add(gone)
+    scheduler.add(stays)
+    plan = scheduler.schedule()
+    scheduler.abort(gone.id)
+    outcomes = scheduler.commit(plan, StepResult([3, 4]))
+    assert [(o.request, o.token) for o in outcomes] == [(stays, 4)]
+    scheduler.check()
+
+
+@pytest.mark.parametrize("asked", [None, 1, 1_000_000])
+def test_answer_limit_clips_to_the_context(asked: int | None) -> None:
+    capacity = Capacity(1000, 4, max_context=256, max_running=1, prefill_chunk_tokens=1)
+    assert capacity.answer_limit(255, asked) == 1
+    with pytest.raises(PagetideError):
+        capacity.answer_limit(256, asked)
