@@ -80,6 +80,8 @@ class EngineCore:
                 self._sleep()
             self._take_in()
             plan = self.scheduler.schedule()
+            self.intake.queued_requests = len(self.scheduler.waiting)
+            self.intake.queued_tokens = self.scheduler.waiting_tokens
             if plan is not None:
                 self._compute(plan)
             elif self.scheduler.has_work:
@@ -114,8 +116,6 @@ class EngineCore:
                 self._abort(aborted_ids(event))
             else:
                 self._abort_all_of(event)
-        self.intake.queued_requests = len(self.scheduler.waiting)
-        self.intake.queued_tokens = self.scheduler.waiting_tokens
         if time.monotonic() >= self._next_ping:
             self.output.server.ping()
             self._next_ping = time.monotonic() + PING_INTERVAL

@@ -27,6 +27,7 @@ class Heartbeat(threading.Thread):
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
+            self._socket.close()
             raise StartupError(f"can't bind {endpoint}: {error.strerror}") from error
 
     def run(self) -> None:

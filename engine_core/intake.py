@@ -92,7 +92,10 @@ class Intake(threading.Thread):
     def _check(self, submit: Submit) -> Request:
         check_sampling(submit.sampling, self._vocab_size)
         check_text(submit.text)
-        prompt, generated = unpack_i32(submit.prompt).tolist(), unpack_i32(submit.generated).tolist()
+        try:
+            prompt, generated = unpack_i32(submit.prompt).tolist(), unpack_i32(submit.generated).tolist()
+        except ValueError:
+            raise InvalidRequest("the token ids are not int32", "prompt") from None
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:

@@ -84,6 +84,7 @@ class Server:
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
+            self._socket.close()
             raise StartupError(f"can't bind {endpoint}: {error.strerror}") from error
         self._decoder = Decoder(accepted | Hello, endpoint.rsplit("/", 1)[-1])
         self._roles = roles
