@@ -73,9 +73,7 @@ def greedy(logits: Tensor) -> Tensor:
     return torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1)
 
 
-def sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
-) -> Tensor:
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
     """One token per row, int64 `[R]`; -1 as in `greedy`.
 
     Columns `[R]`: `temperature`, `top_p`, `min_p` float32, `top_k` int64, `uniform` float64 in [0, 1). Filters run on
@@ -124,7 +122,7 @@ def _highest(x: Tensor, count: int) -> Tensor:
 
 
 def _nucleus(weight: Tensor, top_p: float) -> Tensor:
-    """Places of the fewest values of `weight` `[V]` that sum to `top_p` of the total, ascending; of equal ones the first.
+    """Places of the fewest values of `weight` `[V]` with `top_p` of their sum, ascending; of equal ones the first.
 
     Narrows the values down to where the sum is reached, so that only few are sorted, however flat they are.
     """
@@ -161,8 +159,8 @@ def _at_least(x: Tensor, last: Tensor, count: int) -> Tensor:
 def top_logprobs(logits: Tensor, token: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-softmax of logits `[N, V]` where asked: of `token` int64 `[N]` and of the `count` best.
 
-    Returns logprob float32 `[N]`, rank int64 `[N]` (1: no token is likelier), best ids int64 `[N, count]`, their logprobs
-    float32 `[N, count]`, best first; N is at least 1. Values stop at LOGPROB_FLOOR; NaN becomes the floor too.
+    Returns logprob float32 `[N]`, rank int64 `[N]` (1: no token is likelier), best ids int64 `[N, count]`, their
+    logprobs float32 `[N, count]`, best first; N is at least 1. Values stop at LOGPROB_FLOOR; so does NaN.
     """
     parts = []
     for start in range(0, len(token), _LOGPROB_ROWS):  # bounds the memory of a long prompt
