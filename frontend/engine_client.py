@@ -258,6 +258,8 @@ class EngineClient:
             self._lose(link)
 
     def _close(self, link: Link) -> None:
+        if link.closed:
+            return
         for descriptor in link.filenos():
             self._loop.remove_reader(descriptor)
         link.close()

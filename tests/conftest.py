@@ -1,22 +1,16 @@
-import os
+"""Fixtures that tests of several folders share."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("default", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-
-@pytest.fixture(scope="session")
-def default_model() -> Path:
-    """The GGUF file that `pagetide pull` fetched. Tests that use it carry the marker `model`."""
-    from frontend.models import DEFAULT_MODEL, local_path
-
-    path = local_path(DEFAULT_MODEL)
-    if path is None:
-        if os.environ.get("CI"):
-            pytest.fail("the default model is missing: run `pagetide pull` first")
-        pytest.skip("needs the default model: run `pagetide pull`")
-    return path
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A temporary directory whose path leaves room for the names of unix sockets; pytest's own is often too long."""
+    path = Path(tempfile.mkdtemp(prefix="pt-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

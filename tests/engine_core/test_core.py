@@ -142,8 +142,8 @@ def rows(messages: list[object]) -> list[tuple[int, int, int]]:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
+def rig(short_path: Path) -> Iterator[Rig]:
+    rig = Rig(short_path)
     yield rig
     rig.close()
 

@@ -39,7 +39,11 @@ class Rig:
         self.links: list[Link] = []
 
     def link(self, **changes: object) -> Link:
-        fields = {"protocol_version": PROTOCOL_VERSION, "role": Role.TOKENIZER, "identity": new_identity(Role.TOKENIZER)}
+        fields = {
+            "protocol_version": PROTOCOL_VERSION,
+            "role": Role.TOKENIZER,
+            "identity": new_identity(Role.TOKENIZER),
+        }
         hello = Hello(**(fields | {"pid": os.getpid()} | changes))
         self.links.append(Link(self.context, self.endpoint, hello, Rejected | Tokenized))
         return self.links[-1]
@@ -68,8 +72,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
+def rig(short_path: Path) -> Iterator[Rig]:
+    rig = Rig(short_path)
     yield rig
     rig.close()
 
@@ -114,8 +118,8 @@ def test_refusals_name_the_reason(rig: Rig, changes: dict[str, object], reason: 
     assert not rig.server.peers
 
 
-def test_wait_welcome_reports_refusal_and_silence(rig: Rig, tmp_path: Path) -> None:
-    nobody = Link(rig.context, f"ipc://{tmp_path}/nobody", Hello(1, Role.TOKENIZER, "t", 1), Rejected)
+def test_wait_welcome_reports_refusal_and_silence(rig: Rig, short_path: Path) -> None:
+    nobody = Link(rig.context, f"ipc://{short_path}/nobody", Hello(1, Role.TOKENIZER, "t", 1), Rejected)
     with pytest.raises(StartupError, match="no answer"):
         nobody.wait_welcome(0.05)
     nobody.close()
