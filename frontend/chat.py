@@ -90,9 +90,8 @@ class ChatRenderer:
             raise InvalidRequest("messages is empty", "messages")
         try:
             messages = [_normalise(i, message) for i, message in enumerate(prompt.messages)]
-            context = _map_strings(
-                {**prompt.template_kwargs, "messages": messages, "tools": prompt.tools or None}, hide
-            )
+            given = prompt.template_kwargs | {"messages": messages, "tools": prompt.tools or None}
+            context = {name: _map_strings(value, hide) for name, value in given.items()}
             end = f"\ue005{secrets.token_hex(8)}"
             if prompt.continue_final_message:
                 context["messages"][-1]["content"] += end

@@ -8,6 +8,7 @@ from frontend.incremental import TextStream
 from frontend.text_model import TextModel
 from protocol.errors import ErrorCode
 from protocol.messages import (
+    Abort,
     Finish,
     RowExtra,
     Started,
@@ -61,7 +62,7 @@ class DetokenizerService:
         """Number of running requests."""
         return len(self._answers)
 
-    def handle(self, message: Started | StepOutput) -> Outgoing:
+    def handle(self, message: Started | StepOutput | Abort) -> Outgoing:
         """Return what to send. A request that can't be decoded ends with an error; the others are untouched."""
         outgoing = Outgoing({}, [])
         if isinstance(message, Started):
@@ -69,6 +70,9 @@ class DetokenizerService:
                 self._answers[message.request_id] = _Answer(self._model, message)
             except Exception:  # a fault of ours: still this request's alone
                 self._fail(message.request_id, message.frontend, 0, outgoing)
+        elif isinstance(message, Abort):
+            for request_id in unpack_i64(message.request_ids):
+                self._answers.pop(request_id, None)
         else:
             self._step(message, outgoing)
         return outgoing

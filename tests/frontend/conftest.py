@@ -16,7 +16,7 @@ from frontend.vocab import load_text_model
 CORPUS = [
     "Hello world, hello there. The quick brown fox jumps over the lazy dog 1234567890 times; it's done.",
     "the theory of the thing that they thought, therefore there is nothing to say about this or those others",
-    "你好，世界。今天天气很好。我们去公园吧。世界你好",
+    "你好、世界。今天天气很好。我们去公园吧。世界你好",
     "one  two   three    four\n\n  indented\n\tcode = code + 1\nUser: hi\nAssistant: hello",
     "Привет мир, как дела? Füße größer über Öl. déjà vu café",
 ]
@@ -87,7 +87,7 @@ def sentencepiece_metadata() -> Metadata:
     spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     # Words are cut as the real trainer does, runs of spaces are kept together.
     trained = train(pre_tokenizers.Metaspace(prepend_scheme="never"), [], [], spaces)
-    merged = list(dict.fromkeys("".join(pair) for pair in trained["merges"])) + ["▁▁", "▁▁▁▁", "▁▁▁"]
+    merged = [*("".join(pair) for pair in trained["merges"]), "▁▁", "▁▁▁▁", "▁▁▁"]
     characters = [piece for piece in trained["vocab"] if len(piece) == 1 and piece not in "福吧公園"]
     pieces = [*dict.fromkeys(merged), *characters]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]

@@ -50,7 +50,9 @@ def test_truncation_and_padding_of_the_file_are_ignored(model_folder: Path) -> N
 
 
 def test_chat_template_sources(model_folder: Path) -> None:
-    change_config(model_folder, chat_template=[{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}])
+    change_config(
+        model_folder, chat_template=[{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+    )
     assert load_text_model(model_folder).chat_templates == {"default": "A", "tool_use": "B"}
     (model_folder / "chat_template.jinja").write_text("C", encoding="utf-8")
     assert load_text_model(model_folder).chat_templates["default"] == "C"

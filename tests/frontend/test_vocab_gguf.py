@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ REFERENCE = Path(__file__).parents[1] / "data" / "smollm2-greedy.json"
 TEXTS = [
     "Hello world, the theory  of   things that they    thought",
     " leading space and trailing ",
-    "你好，世界。今天公園",
+    "你好、世界。今天公園",
     "emoji 🌶🌍 and 👩‍👩‍👧, Füße déjà vu, Привет",
     "1234567890 12 345, 6.78\n\n\ttabs\r\n",
     "",
@@ -30,7 +31,7 @@ def sentencepiece_reference(text: str, metadata: dict[str, Any]) -> list[int]:
     while True:
         joins = [
             (-scores[normal[left + right]], i)
-            for i, (left, right) in enumerate(zip(symbols, symbols[1:], strict=False))
+            for i, (left, right) in enumerate(pairwise(symbols))
             if left + right in normal
         ]
         if not joins:
