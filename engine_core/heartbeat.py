@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import zmq
 
+from protocol.channels import remove_socket_file
 from protocol.codec import encode
 from protocol.errors import StartupError
 from protocol.messages import CoreStatus
@@ -21,6 +22,7 @@ class Heartbeat(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         self.stopping = threading.Event()
         self._snapshot = snapshot
+        self._endpoint = endpoint
         self._socket = context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 4)
@@ -35,3 +37,4 @@ class Heartbeat(threading.Thread):
         while not self.stopping.wait(INTERVAL):
             self._socket.send(encode(self._snapshot()), zmq.NOBLOCK)
         self._socket.close()
+        remove_socket_file(self._endpoint)

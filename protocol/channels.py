@@ -9,6 +9,7 @@ Sockets belong to one thread. `fileno()` is for an event loop's reader: after ea
 `receive()` until it is empty (the descriptor is edge-triggered).
 """
 
+import contextlib
 import os
 import secrets
 import time
@@ -44,6 +45,12 @@ def _configure(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+
+
+def remove_socket_file(endpoint: str) -> None:
+    """Remove the file of an ipc endpoint that was bound; ZeroMQ leaves it behind."""
+    with contextlib.suppress(OSError):
+        os.unlink(endpoint.removeprefix("ipc://"))
 
 
 class Peer:
@@ -86,6 +93,7 @@ class Server:
         except zmq.ZMQError as error:
             self._socket.close()
             raise StartupError(f"can't bind {endpoint}: {error.strerror}") from error
+        self._endpoint = endpoint
         self._decoder = Decoder(accepted | Hello, endpoint.rsplit("/", 1)[-1])
         self._roles = roles
         self._on_gone = on_gone
@@ -206,16 +214,15 @@ class Server:
             self._on_gone(peer)
 
     def close(self) -> None:
-        """Close the socket; ipc files are removed by ZeroMQ."""
+        """Close the socket and remove its file."""
         self._socket.close()
+        remove_socket_file(self._endpoint)
 
 
 class Link:
     """A DEALER to one Server. `lost` becomes true when the connection breaks or the server refuses us."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, hello: Hello, accepted: Any
-    ) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, hello: Hello, accepted: Any) -> None:
         """Connect (in the background) and queue the Hello. `accepted` is the union of types the server may send."""
         self.endpoint = endpoint
         self.welcome: Welcome | None = None

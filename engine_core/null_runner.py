@@ -1,0 +1,34 @@
+"""A runner without a model: for benchmarks and fault tests of everything else. `--device null`."""
+
+from pathlib import Path
+
+from engine_core.model.config import load_model_config
+from engine_core.plan import StepPlan, StepResult
+from protocol.config import EngineConfig
+
+DEFAULT_BLOCKS = 1 << 16
+FIRST_TOKEN, TOKENS = 300, 64  # ordinary words in vocabularies of the GPT-2 kind
+
+
+class NullRunner:
+    """Samples the same token for a request's n-th position whatever its prompt. It has no KV and takes no time."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        model = load_model_config(Path(config.model))
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = list(model.eos_token_ids)
+        self.max_context = config.max_cache or model.max_context
+        self.num_blocks = config.num_blocks or DEFAULT_BLOCKS
+        self.memory: dict[str, int] = {}
+        self.summary = f"no model, {self.num_blocks} blocks that hold nothing"
+        self._result = StepResult([])
+
+    def launch(self, plan: StepPlan) -> "NullRunner":
+        """Choose the tokens."""
+        rows = (row for row in (*plan.decodes, *plan.prefills) if row.samples)
+        self._result = StepResult([FIRST_TOKEN + (row.request_id + row.position) % TOKENS for row in rows])
+        return self
+
+    def tokens(self) -> StepResult:
+        """The tokens chosen at launch."""
+        return self._result

@@ -1,0 +1,212 @@
+"""Processes die, stop, and come back; nothing leaks and the others go on. The engine runs no model: it is quick."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from frontend.engine_client import EngineClient
+from frontend.generation import Generation
+from protocol.errors import ErrorCode, PagetideError
+from protocol.messages import Finish, SamplingParams, TextDelta, TextParams, TextPrompt
+
+from .conftest import ROOT, Engine, is_idle, status_where
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+
+ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(start: Callable[..., Engine], model_path: Path) -> Engine:
+    return start(model=str(model_path), device="null", num_blocks=4096, max_running=256)
+
+
+def stream(client: EngineClient, sampling: SamplingParams = ENDLESS) -> Generation:
+    return client.generate(TextPrompt("Once upon a time"), sampling, TextParams())
+
+
+async def read_to_error(items: AsyncIterator[tuple[int, TextDelta]]) -> ErrorCode:
+    """Read a stream until its error; the code."""
+    try:
+        async for _, delta in items:
+            if delta.finish is Finish.ERROR:
+                assert delta.error_code is not None
+                return delta.error_code
+    except PagetideError as error:
+        return error.code
+    raise AssertionError("the stream ended well")
+
+
+async def count_tokens(client: EngineClient, sampling: SamplingParams) -> int:
+    async with stream(client, sampling) as generation:
+        return sum([delta.tokens async for _, delta in generation])
+
+
+def test_killed_services_fail_their_requests_and_new_ones_are_found(engine: Engine) -> None:
+    async def scenario(client: EngineClient) -> None:
+        async with stream(client) as generation:
+            items = aiter(generation)
+            await anext(items)
+            engine.detokenizers[0].kill()
+            assert await read_to_error(items) is ErrorCode.ENGINE_UNAVAILABLE
+        await status_where(client, is_idle)
+        engine.tokenizers[0].kill()
+        while client.health() is None:
+            await asyncio.sleep(0.02)
+        with pytest.raises(PagetideError):
+            await count_tokens(client, ENDLESS)
+        engine.add("tokenizer")
+        engine.add("detokenizer")
+        while client.health() is not None:
+            await asyncio.sleep(0.02)
+        assert await count_tokens(client, SamplingParams(max_tokens=20, ignore_eos=True)) == 20
+
+    engine.run(scenario)
+
+
+def test_a_killed_core_ends_every_stream_and_every_process_within_two_seconds(engine: Engine) -> None:
+    async def scenario(client: EngineClient) -> None:
+        async with stream(client) as generation:
+            items = aiter(generation)
+            await anext(items)
+            engine.core.kill()
+            killed = time.monotonic()
+            assert await read_to_error(items) is ErrorCode.ENGINE_UNAVAILABLE
+            await client.lost.wait()
+            assert time.monotonic() - killed < 2.0
+
+    engine.run(scenario)
+    assert engine.tokenizers[0].wait(2) == 1
+    assert engine.detokenizers[0].wait(2) == 1
+
+
+FRONTEND = """
+import asyncio, sys
+from pathlib import Path
+from frontend.engine_client import EngineClient
+from protocol.messages import SamplingParams, TextParams, TextPrompt
+
+async def main():
+    client = await EngineClient.connect(Path(sys.argv[1]))
+    streams = [client.generate(TextPrompt("Hello"), SamplingParams(max_tokens=4000, ignore_eos=True), TextParams())
+               for _ in range(200)]
+    for stream in streams:
+        await stream.__aenter__()
+    print("running", flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+def test_200_streams_of_a_killed_frontend_leave_nothing_behind(engine: Engine) -> None:
+    async def scenario(client: EngineClient) -> None:
+        frontend = subprocess.Popen(
+            [sys.executable, "-c", FRONTEND, str(engine.path)], cwd=ROOT, stdout=subprocess.PIPE
+        )
+        assert frontend.stdout is not None
+        await asyncio.to_thread(frontend.stdout.readline)
+        running = await status_where(client, lambda s: s.running > 100)
+        assert len([peer for peer in running.peers if peer.role == 3]) == 2
+        frontend.kill()
+        frontend.wait()
+        frontend.stdout.close()
+        status = await status_where(client, is_idle)
+        assert status.counters["requests_aborted_total"] >= 1
+        status = await status_where(client, lambda s: len([peer for peer in s.peers if peer.role == 3]) == 1)
+        assert await count_tokens(client, SamplingParams(max_tokens=20, ignore_eos=True)) == 20
+
+    engine.run(scenario)
+
+
+def test_a_stopped_frontend_loses_nothing_and_disturbs_nobody(engine: Engine) -> None:
+    """SIGSTOP for a while, then SIGCONT: its streams go on where they were (failure report J4)."""
+    code = """
+import asyncio, sys
+from pathlib import Path
+from frontend.engine_client import EngineClient
+from protocol.messages import SamplingParams, TextParams, TextPrompt
+
+async def one(client):
+    sampling = SamplingParams(max_tokens=3000, ignore_eos=True)
+    async with client.generate(TextPrompt("Hello"), sampling, TextParams()) as generation:
+        return sum([delta.tokens async for _, delta in generation])
+
+async def main():
+    client = await EngineClient.connect(Path(sys.argv[1]))
+    print("running", flush=True)
+    counts = await asyncio.gather(*(one(client) for _ in range(20)))
+    gaps = sum(link.sequence_gaps for link in client._detokenizers.values())
+    print(set(counts), gaps, flush=True)
+    await client.close()
+
+asyncio.run(main())
+"""
+
+    async def scenario(client: EngineClient) -> None:
+        other = subprocess.Popen([sys.executable, "-c", code, str(engine.path)], cwd=ROOT, stdout=subprocess.PIPE)
+        assert other.stdout is not None
+        await asyncio.to_thread(other.stdout.readline)
+        await status_where(client, lambda s: s.running > 0)
+        os.kill(other.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        assert await count_tokens(client, SamplingParams(max_tokens=500, ignore_eos=True)) == 500
+        assert time.monotonic() - started < 20
+        os.kill(other.pid, signal.SIGCONT)
+        line = await asyncio.to_thread(other.stdout.readline)
+        assert line.decode().strip() == "{3000} 0"
+        other.wait()
+        other.stdout.close()
+
+    engine.run(scenario)
+
+
+def test_abandoned_and_finished_streams_leave_no_entries(engine: Engine) -> None:
+    async def scenario(client: EngineClient) -> None:
+        async def abandon() -> None:
+            async with stream(client) as generation:
+                await anext(aiter(generation))
+
+        await asyncio.gather(*(abandon() for _ in range(200)))
+        await asyncio.gather(*(count_tokens(client, SamplingParams(max_tokens=3)) for _ in range(50)))
+        await status_where(client, is_idle)
+        assert not client._generations
+
+    engine.run(scenario)
+
+
+def test_over_long_requests_leave_nothing(engine: Engine) -> None:
+    async def scenario(client: EngineClient) -> None:
+        prompt = TextPrompt("word " * 10_000)
+        for _ in range(20):
+            with pytest.raises(PagetideError) as caught:
+                async with client.generate(prompt, SamplingParams(), TextParams(), choices=4):
+                    pass
+            assert caught.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+        status = await status_where(client, is_idle)
+        assert status.counters["requests_accepted_total"] == 0
+        assert not client._generations
+
+    engine.run(scenario)
+
+
+def test_sigterm_of_the_core_ends_streams_with_an_error_and_leaves_no_socket(engine: Engine) -> None:
+    async def scenario(client: EngineClient) -> None:
+        async with stream(client) as generation:
+            items = aiter(generation)
+            await anext(items)
+            engine.core.terminate()
+            assert await read_to_error(items) in (ErrorCode.SHUTTING_DOWN, ErrorCode.ENGINE_UNAVAILABLE)
+
+    engine.run(scenario)
+    assert engine.core.wait(5) == 0
+    for process in (*engine.tokenizers, *engine.detokenizers):
+        assert process.wait(3) == 1
+    assert [path.name for path in engine.path.iterdir()] == ["lock"]
