@@ -1,7 +1,7 @@
 """`python -m engine_core serve|plan --config JSON`: how the command line starts the process that owns the GPU.
 
-Standard output carries lines for the parent: `progress DONE TOTAL` (bytes loaded), then `ready`. Everything for people goes to standard error, and
-the last line there says why the process ended.
+Standard output carries lines for the parent: `progress DONE TOTAL` (bytes loaded), then `ready`. Everything for people
+goes to standard error, and the last line there says why the process ended.
 """
 
 import argparse

@@ -47,7 +47,7 @@ class BlockPool:
         return self._references[block] > 0
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, evicting the least recently used cached ones if need be. The caller checks `available`."""
+        """Take `count` blocks, evicting the least recently used cached ones. The caller checks `available`."""
         assert count <= self.available, "allocate() without checking available"
         blocks = []
         for _ in range(count):
@@ -91,7 +91,7 @@ class BlockPool:
         free, cached = set(self._free), set(self._cached)
         referenced = {block for block, count in enumerate(expected) if count}
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & cached or free & referenced or cached & referenced), "a block is in two sets"
-        assert free | cached | referenced == set(range(self.num_blocks)), "a block is lost"
+        assert len(free) + len(cached) + len(referenced) == self.num_blocks, "a block is lost, or in two sets"
+        assert free | cached | referenced == set(range(self.num_blocks)), "a block is in two sets"
         assert all(block in self._index for block in cached), "a cached block that can't be found"
         assert not any(block in self._index for block in free), "a free block that can be found"

@@ -162,9 +162,7 @@ class EngineCore:
 
     def _sleep(self) -> None:
         """Wait, without the GIL, for a message or the next ping."""
-        zmq.zmq_poll(
-            [(self._wake, zmq.POLLIN), (self.output.server.socket, zmq.POLLIN)], int(PING_INTERVAL * 1000)
-        )
+        zmq.zmq_poll([(self._wake, zmq.POLLIN), (self.output.server.socket, zmq.POLLIN)], int(PING_INTERVAL * 1000))
         try:
             while True:
                 self._wake.recv(zmq.NOBLOCK)

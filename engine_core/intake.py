@@ -4,6 +4,7 @@ It answers each Submit itself, Accepted or Rejected, after the same checks that 
 onto a deque, together with aborts and lost frontends, in the order of arrival; the step loop drains it between steps.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -132,10 +133,8 @@ class Intake(threading.Thread):
 
     def _hand_over(self, event: Event) -> None:
         self.events.append(event)
-        try:
+        with contextlib.suppress(zmq.Again):  # a wake-up is on its way already
             self._wake.send(b"", zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # a wake-up is on its way already
 
 
 def aborted_ids(message: Abort) -> list[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine_core.runner import Runner
+from engine_core.runner import LoadedRunner, Runner
 from engine_core.scheduler import Capacity
 from protocol.config import EngineConfig
 
@@ -25,7 +25,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
     if config.device == "null":
         from engine_core.null_runner import NullRunner
 
-        runner: NullRunner | ModelRunner = NullRunner(config)
+        runner: LoadedRunner = NullRunner(config)
     else:
         from engine_core.model_runner import load_runner
 

@@ -75,8 +75,8 @@ class OutputChannel:
             request = outcome.request
             if not request.announced:
                 request.announced = True
-                prompt = request.prompt if request.text.echo else request.prompt[-PROMPT_TAIL:]
                 top = request.sampling.prompt_logprobs
+                prompt = request.prompt if request.text.echo or top >= 0 else request.prompt[-PROMPT_TAIL:]
                 cached = max(0, request.cached_tokens)
                 self.server.send(
                     peer, Started(request.id, request.frontend, pack_i32(prompt), request.text, cached, top)

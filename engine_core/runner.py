@@ -1,6 +1,10 @@
-"""The interface between the step loop and whatever computes a step. Implementations: model_runner.py (torch),
-null_runner.py (no model). A native CPU step or a CUDA graph runner is one more class of this shape."""
+"""The interface between the step loop and whatever computes a step.
 
+Implementations: model_runner.py (torch) and null_runner.py (no model). A native CPU step or a CUDA graph runner is one
+more class of this shape.
+"""
+
+from collections.abc import Sequence
 from typing import Protocol
 
 from engine_core.plan import StepPlan, StepResult
@@ -20,3 +24,14 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start the forward pass of `plan`. Steps run in the order of their launch."""
         ...
+
+
+class LoadedRunner(Runner, Protocol):
+    """A runner, and what the rest of the core needs to know of its model and memory."""
+
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    max_context: int  # tokens
+    num_blocks: int
+    memory: dict[str, int]  # bytes by use
+    summary: str  # for the start-up line

@@ -146,7 +146,7 @@ class Scheduler:
         """Preempt requests of a lower priority while that gets the first waiting request a place."""
         while self.waiting and self.running and self.running[-1].priority > self.waiting[0].priority:
             request = self.waiting[0]
-            hits, missing = self._missing_blocks(request)
+            missing = self._missing_blocks(request)[1]
             if not missing and len(self.running) < self.capacity.max_running:
                 return
             lower = [other for other in self.running if other.priority > request.priority]
@@ -308,7 +308,9 @@ class Scheduler:
         assert self.running == sorted(self.running, key=_order)
         assert len(self.running) <= self.capacity.max_running
         for request in self.waiting:
-            assert request.state is State.WAITING and not request.blocks and request.computed == 0
+            assert request.state is State.WAITING
+            assert not request.blocks
+            assert request.computed == 0
         for request in self.running:
             assert request.state in (State.PREFILL, State.DECODE)
             assert request.computed <= len(request.blocks) * self.capacity.block_size

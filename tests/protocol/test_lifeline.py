@@ -11,7 +11,8 @@ PARENT = """
 import subprocess, sys, os
 from protocol.lifeline import Lifeline
 line = Lifeline()
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], pass_fds=[line.read_end], env=os.environ | line.environment)
+environment = os.environ | line.environment
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], pass_fds=[line.read_end], env=environment)
 child.wait()
 """
 
@@ -51,5 +52,5 @@ def test_sigkill_of_the_parent_ends_the_child(child: str, last_words: str) -> No
 
 
 def test_without_a_lifeline_nothing_happens() -> None:
-    code = "from protocol.lifeline import hold_lifeline; import threading; hold_lifeline(); print(threading.active_count())"
+    code = "import threading, protocol.lifeline as p; p.hold_lifeline(); print(threading.active_count())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"

@@ -42,7 +42,8 @@ def test_only_directories_of_the_dead_are_cleared_away(short_path: Path) -> None
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(short_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert holder.stdout and holder.stdin
+    assert holder.stdout
+    assert holder.stdin
     theirs = Path(holder.stdout.readline().strip())
     mine = RuntimeDir(short_path)
     assert theirs.exists(), "its owner is alive"
@@ -58,7 +59,7 @@ def test_only_directories_of_the_dead_are_cleared_away(short_path: Path) -> None
 
 
 def test_a_path_too_long_for_a_socket_is_a_clear_error(short_path: Path) -> None:
-    with pytest.raises(StartupError, match="too long.*XDG_RUNTIME_DIR"):
+    with pytest.raises(StartupError, match=r"too long.*XDG_RUNTIME_DIR"):
         RuntimeDir(short_path / ("x" * 120))
 
 

@@ -1,82 +1,16 @@
-"""Real processes: a core, tokenizers and detokenizers, as `pagetide serve` starts them, but without a supervisor."""
+"""Fixtures for tests of real processes."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from frontend.engine_client import EngineClient
-from protocol.config import EngineConfig, dump_config
+from protocol.config import EngineConfig
 from protocol.messages import CoreStatus
-from protocol.runtime_dir import RuntimeDir
-
-ROOT = Path(__file__).parents[2]
-MODEL_FILE = "smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def default_model() -> Path:
-    """Where `pagetide pull` puts the default model."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("PAGETIDE_TEST_MODEL") or cache / "pagetide" / "models" / MODEL_FILE)
-
-
-class Engine:
-    """The processes of one engine, and coroutines run against it."""
-
-    def __init__(self, directory: Path, config: EngineConfig) -> None:
-        self.runtime = RuntimeDir(directory)
-        self.path = self.runtime.path
-        self.core = self._start("engine_core", "serve", "--directory", str(self.path), "--config", dump_config(config))
-        self.tokenizers = [self._service("tokenizer")]
-        self.detokenizers = [self._service("detokenizer")]
-
-    def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", *arguments]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=None)
-
-    def _service(self, role: str) -> "subprocess.Popen[bytes]":
-        code = f"import sys, pathlib, frontend.services as s; sys.exit(s.run_{role}(pathlib.Path(sys.argv[1])))"
-        return subprocess.Popen([sys.executable, "-c", code, str(self.path)], cwd=ROOT)
-
-    def add(self, role: str) -> None:
-        """One more tokenizer or detokenizer."""
-        getattr(self, role + "s").append(self._service(role))
-
-    @property
-    def processes(self) -> "list[subprocess.Popen[bytes]]":
-        return [self.core, *self.tokenizers, *self.detokenizers]
-
-    def run(self, scenario: Callable[[EngineClient], Coroutine[Any, Any, Any]], seconds: float = 60.0) -> Any:
-        """Run a coroutine with a client; its result."""
-
-        async def main() -> Any:
-            client = await EngineClient.connect(self.path, 60)
-            try:
-                async with asyncio.timeout(seconds):
-                    return await scenario(client)
-            finally:
-                await client.close()
-
-        return asyncio.run(main())
-
-    def stop(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.terminate()
-        for process in self.processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self.runtime.remove()
+from tools.local_engine import LocalEngine, default_model
 
 
 async def status_where(client: EngineClient, condition: Callable[[CoreStatus], bool]) -> CoreStatus:
@@ -103,12 +37,12 @@ def model_path() -> Path:
 
 
 @pytest.fixture
-def start(short_path: Path) -> Iterator[Callable[..., Engine]]:
+def start(short_path: Path) -> Iterator[Callable[..., LocalEngine]]:
     """Start an engine with a configuration; it is stopped after the test."""
     engines = []
 
-    def start_engine(**options: Any) -> Engine:
-        engines.append(Engine(short_path, EngineConfig(**options)))
+    def start_engine(**options: Any) -> LocalEngine:
+        engines.append(LocalEngine(short_path, EngineConfig(**options)))
         return engines[-1]
 
     yield start_engine

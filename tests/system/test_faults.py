@@ -15,8 +15,9 @@ from frontend.engine_client import EngineClient
 from frontend.generation import Generation
 from protocol.errors import ErrorCode, PagetideError
 from protocol.messages import Finish, SamplingParams, TextDelta, TextParams, TextPrompt
+from tools.local_engine import ROOT, LocalEngine
 
-from .conftest import ROOT, Engine, is_idle, status_where
+from .conftest import is_idle, status_where
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
@@ -24,7 +25,7 @@ ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(start: Callable[..., Engine], model_path: Path) -> Engine:
+def engine(start: Callable[..., LocalEngine], model_path: Path) -> LocalEngine:
     return start(model=str(model_path), device="null", num_blocks=4096, max_running=256)
 
 
@@ -49,7 +50,7 @@ async def count_tokens(client: EngineClient, sampling: SamplingParams) -> int:
         return sum([delta.tokens async for _, delta in generation])
 
 
-def test_killed_services_fail_their_requests_and_new_ones_are_found(engine: Engine) -> None:
+def test_killed_services_fail_their_requests_and_new_ones_are_found(engine: LocalEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         async with stream(client) as generation:
             items = aiter(generation)
@@ -71,7 +72,7 @@ def test_killed_services_fail_their_requests_and_new_ones_are_found(engine: Engi
     engine.run(scenario)
 
 
-def test_a_killed_core_ends_every_stream_and_every_process_within_two_seconds(engine: Engine) -> None:
+def test_a_killed_core_ends_every_stream_and_every_process_within_two_seconds(engine: LocalEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         async with stream(client) as generation:
             items = aiter(generation)
@@ -106,7 +107,7 @@ asyncio.run(main())
 """
 
 
-def test_200_streams_of_a_killed_frontend_leave_nothing_behind(engine: Engine) -> None:
+def test_200_streams_of_a_killed_frontend_leave_nothing_behind(engine: LocalEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         frontend = subprocess.Popen(
             [sys.executable, "-c", FRONTEND, str(engine.path)], cwd=ROOT, stdout=subprocess.PIPE
@@ -126,7 +127,7 @@ def test_200_streams_of_a_killed_frontend_leave_nothing_behind(engine: Engine) -
     engine.run(scenario)
 
 
-def test_a_stopped_frontend_loses_nothing_and_disturbs_nobody(engine: Engine) -> None:
+def test_a_stopped_frontend_loses_nothing_and_disturbs_nobody(engine: LocalEngine) -> None:
     """SIGSTOP for a while, then SIGCONT: its streams go on where they were (failure report J4)."""
     code = """
 import asyncio, sys
@@ -168,7 +169,7 @@ asyncio.run(main())
     engine.run(scenario)
 
 
-def test_abandoned_and_finished_streams_leave_no_entries(engine: Engine) -> None:
+def test_abandoned_and_finished_streams_leave_no_entries(engine: LocalEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         async def abandon() -> None:
             async with stream(client) as generation:
@@ -182,7 +183,7 @@ def test_abandoned_and_finished_streams_leave_no_entries(engine: Engine) -> None
     engine.run(scenario)
 
 
-def test_over_long_requests_leave_nothing(engine: Engine) -> None:
+def test_over_long_requests_leave_nothing(engine: LocalEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         prompt = TextPrompt("word " * 10_000)
         for _ in range(20):
@@ -197,7 +198,7 @@ def test_over_long_requests_leave_nothing(engine: Engine) -> None:
     engine.run(scenario)
 
 
-def test_sigterm_of_the_core_ends_streams_with_an_error_and_leaves_no_socket(engine: Engine) -> None:
+def test_sigterm_of_the_core_ends_streams_with_an_error_and_leaves_no_socket(engine: LocalEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         async with stream(client) as generation:
             items = aiter(generation)

@@ -10,8 +10,9 @@ import pytest
 
 from frontend.engine_client import EngineClient
 from protocol.messages import SamplingParams, TextParams, TokenPrompt, pack_i32
+from tools.local_engine import LocalEngine
 
-from .conftest import Engine, is_idle, status_where
+from .conftest import is_idle, status_where
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -56,7 +57,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_ids_equal_the_reference(start: Callable[..., Engine], model_path: Path, variant: str) -> None:
+def test_greedy_ids_equal_the_reference(start: Callable[..., LocalEngine], model_path: Path, variant: str) -> None:
     engine = start(model=str(model_path), dtype="fp32", weights="dense", **VARIANTS[variant])
 
     async def scenario(client: EngineClient) -> None:
