@@ -159,13 +159,16 @@ def test_penalties_kept_up_equal_penalties_made_anew(sampler: Sampler, monkeypat
 
 def test_a_reused_id_starts_over(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = make_logits(1)
-    first = SamplingParams(presence_penalty=2.0, logit_bias={1: 50.0})
-    sampler(logits.clone(), [make_row(1, 2, [3], [4, 5], first)])
+    first = SamplingParams(presence_penalty=2.0, repetition_penalty=2.0, logit_bias={1: 50.0})
+    prompt, output = [3], [4, 5]
     for row in (
-        make_row(1, 1, [3], [6], first),
-        make_row(1, 2, [3], [4, 5], SamplingParams(frequency_penalty=1.0)),
+        make_row(1, 2, prompt, [6, 7, 8], first),
+        make_row(1, 2, [9], output, first),
+        make_row(1, 2, prompt, output[:1], first),
+        make_row(1, 2, prompt, output, SamplingParams(frequency_penalty=1.0)),
         make_row(1, 0, (), (), SamplingParams()),
     ):
+        sampler(logits.clone(), [make_row(1, 2, prompt, output, first)])
         anew = seen_by_the_draw(Sampler(VOCAB, CPU), logits, [row], monkeypatch)
         assert torch.equal(seen_by_the_draw(sampler, logits, [row], monkeypatch), anew)
 

@@ -148,14 +148,23 @@ def test_sample_equals_the_obvious_way(
     if max(logits) == -INF:
         return
     top_p, min_p, temperature = (torch.tensor(value).item() for value in (top_p, min_p, temperature))  # as float32
+    left = candidates(logits, temperature, top_k, top_p, min_p)
+    total, mass = math.fsum(left.values()), 0.0
+    middles = {}  # a uniform that has to give just this token
+    for token, weight in left.items():
+        if weight > 1e-9 * total:
+            middles[token] = (mass + weight / 2) / total
+        mass += weight
+    uniforms = [uniform, *middles.values()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "_SORTABLE", sortable)  # so that the narrowing is used on few tokens too
-        [token] = draw(torch.tensor([logits]), [uniform], temperature, top_k, top_p, min_p)
-    left = candidates(logits, temperature, top_k, top_p, min_p)
-    below = math.fsum(weight for other, weight in left.items() if other < token)
-    total = math.fsum(left.values())
-    assert left[token] > 0
-    assert below - 1e-9 <= uniform * total <= below + left[token] + 1e-9
+        first, *others = draw(
+            torch.tensor([logits]).expand(len(uniforms), -1), uniforms, temperature, top_k, top_p, min_p
+        )
+    assert others == list(middles)
+    below = math.fsum(weight for token, weight in left.items() if token < first)
+    assert below - 1e-9 <= uniform * total <= below + left[first] + 1e-9
+    assert left[first] > 0
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
@@ -174,6 +183,7 @@ def test_filters_on_a_large_vocabulary(spread: float, top_p: float, top_k: int) 
 def test_a_tiny_temperature_is_greedy(temperature: float, top_p: float) -> None:
     logits = torch.tensor([[-11.06, 11.06, 11.05, -3e38, -INF]]).expand(64, -1)
     assert draw(logits, counted(64).tolist(), temperature=temperature, top_p=top_p) == [1] * 64
+    assert draw(torch.tensor([[2e38, 3e38]]), [0.0], temperature=temperature, top_p=top_p) == [1]
 
 
 @pytest.mark.parametrize(
