@@ -1,11 +1,17 @@
-"""Fixtures that tests of several folders share."""
+"""Fixtures and settings that tests of several folders share."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 @pytest.fixture
@@ -14,3 +20,14 @@ def short_path() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="pt-"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The GGUF file that `pagetide pull` fetched. Tests that use it carry the marker `model`."""
+    from frontend.models import DEFAULT_MODEL, local_path
+
+    path = local_path(DEFAULT_MODEL)
+    if path is None:
+        pytest.skip("needs the default model: run `pagetide pull`")
+    return path

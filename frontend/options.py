@@ -1,0 +1,115 @@
+"""The command line's options that several commands share: those of the engine, declared once, and sizes."""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from frontend.models import DEFAULT_MODEL
+from protocol.config import DEVICES, DTYPES, WEIGHTS, EngineConfig
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<suffix>i?b?)", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 4GiB, 4G (the same), 4GB (decimal), 512MiB or 1073741824."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (not match["unit"] and match["suffix"].lower() not in ("", "b")):
+        raise typer.BadParameter(f"{text!r} is not a size; write 4GiB, 500MB or a number of bytes")
+    base = 1000 if match["unit"] and match["suffix"].lower() == "b" else 1024
+    return int(float(match["number"]) * base ** _UNITS[match["unit"].lower()])
+
+
+def format_size(number: float) -> str:
+    """A size for people, in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(number) < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.2f} GiB"
+
+
+def _of(choices: tuple[str, ...]) -> str:
+    return "|".join(choices)
+
+
+_DEFAULTS = EngineConfig(model="")
+MODEL_HELP = "A listed name (see `pagetide pull --list`), a GGUF file, a checkpoint folder, or a Hugging Face owner/repo."
+_ENGINE = {"rich_help_panel": "Engine"}
+_CACHE = {"rich_help_panel": "KV cache"}
+
+
+def engine_config(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name that clients see; repeat it for aliases. Default: from MODEL.", **_ENGINE),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar=_of(DEVICES), help="Where the model runs.", **_ENGINE)] = "cpu",
+    dtype: Annotated[str, typer.Option(metavar=_of(DTYPES), help="Compute dtype.", **_ENGINE)] = "auto",
+    weights: Annotated[
+        str, typer.Option(metavar=_of(WEIGHTS), help="How linear weights are kept in memory.", **_ENGINE)
+    ] = "auto",
+    max_running: Annotated[int, typer.Option(help="Requests in one step at most.", **_ENGINE)] = _DEFAULTS.max_running,
+    prefill_chunk_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens in one step at most.", **_ENGINE)
+    ] = _DEFAULTS.prefill_chunk_tokens,
+    threads: Annotated[int, typer.Option(help="CPU threads of the model; 0: by measurement.", **_ENGINE)] = 0,
+    kv_cache_dtype: Annotated[str, typer.Option(help="Format of the KV cache: auto, fp16, bf16, ...", **_CACHE)] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.", **_CACHE)] = _DEFAULTS.block_size,
+    max_cache: Annotated[
+        int, typer.Option(help="Longest context of one request, in tokens; 0: the model's own limit.", **_CACHE)
+    ] = 0,
+    num_blocks: Annotated[int, typer.Option(help="KV blocks in the device pool; 0: from memory.", **_CACHE)] = 0,
+    gpu_memory: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="What the engine may use, e.g. 4GiB; 0: what is free.", **_CACHE
+        ),
+    ] = 0,
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Don't reuse the KV of equal prompt beginnings.", **_CACHE)
+    ] = False,
+) -> EngineConfig:
+    """The engine's configuration from its command-line options, with MODEL as the user gave it: not yet a path.
+
+    Raises StartupError naming the option that is out of range.
+    """
+    names = served_model_name or [""]
+    return EngineConfig(
+        model=model,
+        served_model_name=names[0],
+        model_aliases=names[1:],
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        max_cache=max_cache,
+        num_blocks=num_blocks,
+        gpu_memory=gpu_memory,
+        max_running=max_running,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        prefix_cache=not no_prefix_cache,
+        threads=threads,
+    )
+
+
+def takes_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the parameters of `engine_config` in place of its own first one, `config`."""
+    shared = inspect.signature(engine_config).parameters
+    own = dict(list(inspect.signature(command).parameters.items())[1:])
+
+    @functools.wraps(command)
+    def wrapper(**arguments: Any) -> Any:
+        config = engine_config(**{name: arguments.pop(name) for name in shared})
+        return command(config, **arguments)
+
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*shared.values(), *own.values())]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapper
