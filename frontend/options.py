@@ -1,8 +1,9 @@
-"""The command line's options that several commands share: those of the engine, declared once, and sizes."""
+"""The command line's options that several commands share, declared once: of the engine, of sampling; and sizes."""
 
 import functools
 import inspect
 import re
+import secrets
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from frontend.models import DEFAULT_MODEL
 from protocol.config import DEVICES, DTYPES, WEIGHTS, EngineConfig
+from protocol.messages import SamplingParams
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<suffix>i?b?)", re.IGNORECASE)
@@ -38,7 +40,9 @@ def _of(choices: tuple[str, ...]) -> str:
 
 
 _DEFAULTS = EngineConfig(model="")
-MODEL_HELP = "A listed name (see `pagetide pull --list`), a GGUF file, a checkpoint folder, or a Hugging Face owner/repo."
+MODEL_HELP = (
+    "A listed name (see `pagetide pull --list`), a GGUF file, a checkpoint folder, or a Hugging Face owner/repo."
+)
 _ENGINE = {"rich_help_panel": "Engine"}
 _CACHE = {"rich_help_panel": "KV cache"}
 
@@ -59,7 +63,9 @@ def engine_config(
         int, typer.Option(help="Prompt tokens in one step at most.", **_ENGINE)
     ] = _DEFAULTS.prefill_chunk_tokens,
     threads: Annotated[int, typer.Option(help="CPU threads of the model; 0: by measurement.", **_ENGINE)] = 0,
-    kv_cache_dtype: Annotated[str, typer.Option(help="Format of the KV cache: auto, fp16, bf16, ...", **_CACHE)] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Format of the KV cache: auto, fp16, bf16, ...", **_CACHE)
+    ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.", **_CACHE)] = _DEFAULTS.block_size,
     max_cache: Annotated[
         int, typer.Option(help="Longest context of one request, in tokens; 0: the model's own limit.", **_CACHE)
@@ -99,17 +105,51 @@ def engine_config(
     )
 
 
-def takes_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the parameters of `engine_config` in place of its own first one, `config`."""
-    shared = inspect.signature(engine_config).parameters
-    own = dict(list(inspect.signature(command).parameters.items())[1:])
+_SAMPLING = {"rich_help_panel": "Sampling"}
 
-    @functools.wraps(command)
-    def wrapper(**arguments: Any) -> Any:
-        config = engine_config(**{name: arguments.pop(name) for name in shared})
-        return command(config, **arguments)
 
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*shared.values(), *own.values())]
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapper
+def sampling_params(
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to generate at most. Default: what the context leaves.", **_SAMPLING)
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", **_SAMPLING)] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this mass.", **_SAMPLING)] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Choose among so many likeliest tokens; 0: all.", **_SAMPLING)] = 0,
+    min_p: Annotated[float, typer.Option(help="Least share of the likeliest token's probability.", **_SAMPLING)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: repeat less.", **_SAMPLING)] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="For the same answer again. Default: a random one.", **_SAMPLING)
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.", **_SAMPLING)] = False,
+) -> SamplingParams:
+    """The sampling parameters from command-line options; their ranges are checked with the request."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=secrets.randbits(63) if seed is None else seed,
+        ignore_eos=ignore_eos,
+    )
+
+
+def takes(options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the parameters of `options` in place of its own first one, which gets what `options` returns."""
+    shared = inspect.signature(options).parameters
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = list(inspect.signature(command).parameters.values())[1:]
+
+        @functools.wraps(command)
+        def wrapper(**arguments: Any) -> Any:
+            value = options(**{name: arguments.pop(name) for name in shared})
+            return command(value, **arguments)
+
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared.values())]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
