@@ -1,0 +1,88 @@
+"""How each linear weight is kept: dense in the compute dtype, int8, or the file's own 4 bits."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine_core.model.weights import GROUP, Weights
+from kernels.linear import DenseLinear, HybridLinear, Int4Linear, Int8Linear, Linear, PackedLinear
+from protocol.errors import StartupError
+
+_FEW_ROWS = 2  # up to here the quantised forms beat dense bfloat16 (measured on Zen 5; AMX moves it to 1)
+
+
+@dataclass(frozen=True)
+class LinearMaker:
+    """Makes linear layers as `--weights` and `--dtype` say, and counts their bytes.
+
+    `mode` is dense, int8 or int4. A quantised weight also has a dense form for many rows if `keep_dense`.
+    """
+
+    mode: str
+    dtype: torch.dtype
+    device: torch.device
+    keep_dense: bool = True
+
+    def __call__(self, weights: Weights, names: Sequence[str]) -> Linear:
+        """One layer of the rows of several weights, with their biases."""
+        biases = [weights.dense(f"{name}.bias").to(self.dtype) for name in names if f"{name}.bias" in weights.shapes]
+        bias = torch.cat(biases) if biases else None
+        four_bit = self.mode == "int4" and all(map(weights.has_4bit, names))
+        few = self._int4(weights, names, bias) if four_bit else None
+        if few is not None and not self.keep_dense:
+            return few
+        parts = [weights.dense(name).to(self.dtype) for name in names]
+        return self._from_dense(torch.cat(parts) if len(parts) > 1 else parts[0], bias, few)
+
+    def head(self, embedding: Tensor) -> Linear:
+        """The head of tied embeddings `[vocab, hidden]`."""
+        return self._from_dense(embedding, None, None)
+
+    def linear_bytes(self, shapes: Sequence[tuple[int, ...]], four_bit: bool, tied: bool = False) -> int:
+        """Bytes that a layer of weights of these shapes takes, without biases; `tied` if the embedding is the weight."""
+        elements = sum(map(math.prod, shapes))
+        packed = self.device.type == "cpu" and self.dtype == torch.bfloat16
+        dense = 0 if tied and not packed else elements * self.dtype.itemsize
+        if self.mode == "dense":
+            return dense
+        if self.mode == "int4" and four_bit:
+            few = elements // 2 + elements // GROUP * 4  # scale and zero, bfloat16
+        else:
+            few = elements + 2 * sum(shape[0] for shape in shapes)
+        return few + (dense if self.keep_dense else 0)
+
+    def _from_dense(self, dense: Tensor, bias: Tensor | None, few: Linear | None) -> Linear:
+        if self.mode == "dense":
+            return self._dense(dense, bias)
+        few = few or Int8Linear(dense, bias)
+        return HybridLinear(few, self._dense(dense, bias), _FEW_ROWS) if self.keep_dense else few
+
+    def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+            return PackedLinear(weight, bias)
+        return DenseLinear(weight, bias)
+
+    def _int4(self, weights: Weights, names: Sequence[str], bias: Tensor | None) -> Linear:
+        parts = [weights.four_bit(name) for name in names]
+        codes = torch.cat([part.codes for part in parts])
+        scales = torch.cat([part.scales for part in parts])
+        minima = torch.cat([part.minima for part in parts])
+        return Int4Linear(codes, scales, minima, bias)
+
+
+def resolve_weights(name: str, dtype: torch.dtype, device: torch.device, file_has_4bit: bool) -> str:
+    """The mode of `--weights`: auto is int4 if the file has it, else int8, where that is fast; else dense.
+
+    Raises StartupError for a form that the file or the dtype can't give.
+    """
+    fits = dtype == torch.bfloat16 and device.type == "cpu"
+    if name == "auto":
+        return ("int4" if file_has_4bit else "int8") if fits else "dense"
+    if name != "dense" and not fits:
+        raise StartupError(f"--weights {name} needs --dtype bf16 on the CPU")
+    if name == "int4" and not file_has_4bit:
+        raise StartupError("--weights int4 needs a file with Q4_0 or Q4_1 weights")
+    return name

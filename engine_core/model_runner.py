@@ -1,0 +1,96 @@
+"""Computes steps with torch: loads a model, owns its KV pool, runs StepPlans."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine_core.batch import build_batch, wants_prompt_logprobs
+from engine_core.device import keep_freed_memory, open_device, set_threads
+from engine_core.kv_store import KVStore
+from engine_core.memory import MemoryPlan, open_model, plan_memory
+from engine_core.model.decoder import Decoder
+from engine_core.plan import Row, StepPlan, StepResult
+from engine_core.sampler import Sampler
+from protocol.config import EngineConfig
+from protocol.errors import StartupError
+from protocol.messages import SamplingParams, TopLogprobs
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """The handle of a step that was computed at launch, as the CPU does."""
+
+    result: StepResult
+
+    def tokens(self) -> StepResult:
+        """See `StepHandle`."""
+        return self.result
+
+
+class ModelRunner:
+    """A `Runner` over one decoder and one KV pool."""
+
+    def __init__(
+        self, decoder: Decoder, store: KVStore, memory: MemoryPlan, vocab_size: int, dtype: torch.dtype
+    ) -> None:
+        self.model_config = decoder.config
+        self.eos_token_ids = list(decoder.config.eos_token_ids)
+        self.vocab_size, self.max_context, self.num_blocks = vocab_size, memory.max_context, memory.num_blocks
+        self.memory, self.summary = memory.by_use(), memory.summary()
+        self.store = store
+        self._decoder, self._dtype = decoder, dtype
+        self._windows = frozenset(decoder.config.windows)
+        self._sampler = Sampler(vocab_size, store.pool.device, self.eos_token_ids)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        """Run the forward pass and sample. The plan's block tables are read here and not kept."""
+        batch = build_batch(plan, self.store.shape, self._windows, self._dtype)
+        hidden = self._decoder.forward(batch, self.store)
+        rows = [*plan.decodes, *plan.prefills]
+        sampling = [(row, end) for row, end in zip(rows, batch.ends, strict=True) if row.samples]
+        result = StepResult([])
+        if sampling:
+            logits = self._decoder.logits(hidden[[end - 1 for _, end in sampling]])
+            result.tokens, result.logprobs = self._sampler(logits, [row for row, _ in sampling])
+        for row, end in zip(rows, batch.ends, strict=True):
+            if wants_prompt_logprobs(row) and row.prompt and row.start + 1 < len(row.prompt):
+                result.prompt_logprobs[row.request_id] = self._prompt_logprobs(row, hidden[end - len(row.tokens) : end])
+        return FinishedStep(result)
+
+    def _prompt_logprobs(self, row: Row, hidden: Tensor) -> list[TopLogprobs]:
+        following = row.prompt[row.start + 1 : row.start + len(hidden) + 1]
+        logits = self._decoder.logits(hidden[: len(following)])
+        return self._sampler.prompt_logprobs(logits, following, row.sampling.prompt_logprobs)
+
+    def warm_up(self) -> None:
+        """Run one small step on block 0, so that the first request doesn't pay for lazy set-up."""
+        sampling = SamplingParams(temperature=0.0)
+        self.launch(StepPlan(0, [Row(0, [0], 0, [0], True, sampling, 0)], [])).tokens()
+
+
+def load_runner(config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None) -> ModelRunner:
+    """Load `config.model` and allocate the pool. Raises StartupError. `progress` gets bytes done and in total."""
+    device = open_device(config.device)
+    set_threads(config.threads)
+    keep_freed_memory()
+    model = open_model(config, device)
+    memory = plan_memory(model, config)
+    weights = model.weights
+    if weights is None:
+        raise StartupError(f"{config.model} has a config.json but no weights")
+    done = 0
+
+    def loaded(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, weights.total_bytes)
+
+    with torch.inference_mode():
+        decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
+        store = KVStore(model.kv_format, model.kv_shape, memory.num_blocks, device)
+    runner = ModelRunner(decoder, store, memory, model.vocab_size, model.maker.dtype)
+    runner.warm_up()
+    return runner

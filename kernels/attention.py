@@ -1,0 +1,148 @@
+"""Paged attention over block images, without a dense copy of the pool.
+
+A plan, made once per step and shared by all layers, turns block tables into row indices. A slot that holds no token
+of the request is never read: its index points at a position that is, and a bias of minus infinity drops it. So what
+unused slots hold, NaN included, can't matter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.kv_format import KVFormat, KVShape
+
+_QUERY_TILE = 128  # queries of a chunk that are scored at once: keys beyond the last of them are left out
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """One query per request: B requests, T keys each at most."""
+
+    index: Tensor  # int64 [2 * B * kv_heads * T]
+    bias: Tensor | None  # [B, 1, 1, T], 0 or -inf; None if all lengths are T
+    empty: Tensor | None  # bool [B, 1, 1, 1]: requests without a key
+    batch: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries [first, last) of a chunk against keys [low, high) of its index."""
+
+    first: int
+    last: int
+    low: int
+    high: int
+    bias: Tensor  # [1, 1, last - first, high - low]
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Consecutive queries of one request."""
+
+    index: Tensor  # int64 [2 * kv_heads * T]
+    keys: int  # T
+    tiles: list[Tile]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What a step attends to: decode rows first, then chunks, in the order of the queries."""
+
+    shape: KVShape
+    decode: DecodePlan | None
+    chunks: list[ChunkPlan]
+
+
+def plan_decode(shape: KVShape, tables: Tensor, lengths: Tensor, window: int, dtype: torch.dtype) -> DecodePlan:
+    """Plan queries at positions lengths - 1.
+
+    tables int64 `[B, max_blocks]` (padded with anything), lengths int64 `[B]`, both on the CPU or both on the device;
+    window in tokens, 0 for none; dtype is that of the queries.
+    """
+    seen = lengths.clamp(max=window) if window else lengths
+    most = max(int(seen.max()), 1)
+    offsets = torch.arange(most, device=tables.device)
+    valid = offsets < seen[:, None]  # [B, T]
+    positions = torch.where(valid, (lengths - seen)[:, None] + offsets, (lengths - seen)[:, None])
+    all_valid = bool(valid.all())
+    bias = None
+    if not all_valid:
+        bias = torch.zeros(valid.shape, dtype=dtype, device=tables.device).masked_fill_(~valid, float("-inf"))
+        bias = bias[:, None, None]
+    empty = (lengths == 0)[:, None, None, None] if not all_valid and bool((lengths == 0).any()) else None
+    return DecodePlan(_index(shape, tables, positions), bias, empty, len(lengths))
+
+
+def plan_chunk(shape: KVShape, table: Tensor, start: int, count: int, window: int, dtype: torch.dtype) -> ChunkPlan:
+    """Plan queries at positions [start, start + count) of the request with block table int64 `[blocks]`."""
+    end = start + count
+    origin = max(0, start - window + 1) if window else 0  # the oldest key that any query sees
+    keys = torch.arange(origin, end, device=table.device)
+    tiles = []
+    for first in range(0, count, _QUERY_TILE):
+        last = min(first + _QUERY_TILE, count)
+        low = max(0, start + first - window + 1) - origin if window else 0
+        high = start + last - origin
+        queries = torch.arange(start + first, start + last, device=table.device)[:, None]
+        seen = keys[low:high] <= queries
+        if window:
+            seen &= keys[low:high] > queries - window
+        bias = torch.zeros(seen.shape, dtype=dtype, device=table.device).masked_fill_(~seen, float("-inf"))
+        tiles.append(Tile(first, last, low, high, bias[None, None]))
+    return ChunkPlan(_index(shape, table[None], keys[None]), end - origin, tiles)
+
+
+def attention(query: Tensor, rows: Tensor, plan: AttentionPlan, kv_format: KVFormat, scale: float) -> Tensor:
+    """Attend with query `[n, heads, head_dim]` over a layer's rows (`KVFormat.layer_rows`); returns the same shape."""
+    done = plan.decode.batch if plan.decode else 0
+    parts = [_decode(query[:done], rows, plan.decode, plan.shape, kv_format, scale)] if plan.decode else []
+    for chunk in plan.chunks:
+        count = chunk.tiles[-1].last
+        parts.append(_chunk(query[done : done + count], rows, chunk, plan.shape, kv_format, scale))
+        done += count
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(query: Tensor, rows: Tensor, plan: DecodePlan, shape: KVShape, kv_format: KVFormat, scale: float) -> Tensor:
+    heads = shape.num_kv_heads
+    key, value = kv_format.read(rows, plan.index).view(2, plan.batch, heads, -1, shape.head_dim).unbind()
+    # The queries that share a KV head stand where SDPA has its sequence.
+    grouped = query.reshape(plan.batch, heads, -1, shape.head_dim)
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=plan.bias, scale=scale)
+    if plan.empty is not None:
+        out = out.masked_fill(plan.empty, 0)
+    return out.reshape(query.shape)
+
+
+def _chunk(query: Tensor, rows: Tensor, plan: ChunkPlan, shape: KVShape, kv_format: KVFormat, scale: float) -> Tensor:
+    key, value = kv_format.read(rows, plan.index).view(2, 1, shape.num_kv_heads, -1, shape.head_dim).unbind()
+    by_head = query.transpose(0, 1)[None]  # [1, heads, n, head_dim]
+    parts = [
+        F.scaled_dot_product_attention(
+            by_head[:, :, tile.first : tile.last],
+            key[:, :, tile.low : tile.high],
+            value[:, :, tile.low : tile.high],
+            attn_mask=tile.bias,
+            scale=scale,
+            enable_gqa=True,
+        )
+        for tile in plan.tiles
+    ]
+    return torch.cat(parts, 2)[0].transpose(0, 1)
+
+
+def _index(shape: KVShape, tables: Tensor, positions: Tensor) -> Tensor:
+    """Rows of K and V at positions `[B, T]`, in the order `[2, B, kv_heads, T]`, flat."""
+    blocks = tables.gather(1, positions // shape.block_size)
+    base = blocks * shape.rows_per_block + positions % shape.block_size
+    heads = torch.arange(2 * shape.num_kv_heads, device=tables.device).view(2, 1, -1, 1) * shape.block_size
+    return (base[None, :, None] + heads).flatten()
+
+
+def pad_tables(tables: Sequence[Sequence[int]]) -> Tensor:
+    """Block tables as int64 `[B, longest]`, padded with block 0."""
+    longest = max(1, max(map(len, tables)))
+    return torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int64)
