@@ -17,9 +17,9 @@ _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<suffix>i?b?)", re.IGNORECASE)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 4GiB, 4G (the same), 4GB (decimal), 512MiB or 1073741824."""
-    match = _SIZE.fullmatch(text.strip())
+def parse_size(text: str | int) -> int:
+    """Bytes of a size such as 4GiB, 4G (the same), 4GB (decimal), 512MiB or 1073741824. Raises typer.BadParameter."""
+    match = _SIZE.fullmatch(str(text).strip())
     if match is None or (not match["unit"] and match["suffix"].lower() not in ("", "b")):
         raise typer.BadParameter(f"{text!r} is not a size; write 4GiB, 500MB or a number of bytes")
     base = 1000 if match["unit"] and match["suffix"].lower() == "b" else 1024
