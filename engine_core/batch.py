@@ -24,7 +24,7 @@ class Batch:
 
 
 def build_batch(plan: StepPlan, shape: KVShape, windows: frozenset[int], dtype: torch.dtype) -> Batch:
-    """Read the plan's rows, block tables included. `windows` are those of the model's layers, dtype its compute dtype."""
+    """Read the plan's rows, block tables included. `windows` are the layers' windows, dtype is the compute dtype."""
     rows = [*plan.decodes, *plan.prefills]
     tables = pad_tables([row.blocks for row in rows])
     counts = torch.tensor([len(row.tokens) for row in rows])

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,8 @@ def open_model(config: EngineConfig, device: torch.device) -> OpenModel:
         raise StartupError(f"no such model: {path}")
     free, total = free_memory(device)
     dtype = compute_dtype(config.dtype, device)
-    weights, divisors, tokens = None, None, 0
+    weights: Weights | None = None
+    divisors, tokens = None, 0
     if path.is_dir():
         model = load_model_config(path)
         if any(path.glob("*.safetensors*")):
@@ -242,10 +244,10 @@ def _tokenizer_size(path: Path) -> int:
         return 0
 
 
-def _token_ids(content: dict[str, dict[str, object]]) -> Iterator[int]:
+def _token_ids(content: dict[str, Any]) -> Iterator[int]:
     vocabulary = content["model"]["vocab"]
-    yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))  # type: ignore[arg-type]
-    yield from (token["id"] for token in content["added_tokens"])  # type: ignore[index]
+    yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    yield from (token["id"] for token in content["added_tokens"])
 
 
 def _mib(size: int) -> str:

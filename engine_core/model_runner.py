@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_core.batch import build_batch, wants_prompt_logprobs
+from engine_core.batch import Batch, build_batch, wants_prompt_logprobs
 from engine_core.device import keep_freed_memory, open_device, set_threads
 from engine_core.kv_store import KVStore
 from engine_core.memory import MemoryPlan, open_model, plan_memory
@@ -40,29 +40,34 @@ class ModelRunner:
         self.vocab_size, self.max_context, self.num_blocks = vocab_size, memory.max_context, memory.num_blocks
         self.memory, self.summary = memory.by_use(), memory.summary()
         self.store = store
-        self._decoder, self._dtype = decoder, dtype
+        self.decoder, self._dtype = decoder, dtype
         self._windows = frozenset(decoder.config.windows)
         self._sampler = Sampler(vocab_size, store.pool.device, self.eos_token_ids)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> FinishedStep:
         """Run the forward pass and sample. The plan's block tables are read here and not kept."""
-        batch = build_batch(plan, self.store.shape, self._windows, self._dtype)
-        hidden = self._decoder.forward(batch, self.store)
+        batch, hidden = self.forward(plan)
         rows = [*plan.decodes, *plan.prefills]
         sampling = [(row, end) for row, end in zip(rows, batch.ends, strict=True) if row.samples]
         result = StepResult([])
         if sampling:
-            logits = self._decoder.logits(hidden[[end - 1 for _, end in sampling]])
+            logits = self.decoder.logits(hidden[[end - 1 for _, end in sampling]])
             result.tokens, result.logprobs = self._sampler(logits, [row for row, _ in sampling])
         for row, end in zip(rows, batch.ends, strict=True):
             if wants_prompt_logprobs(row) and row.prompt and row.start + 1 < len(row.prompt):
                 result.prompt_logprobs[row.request_id] = self._prompt_logprobs(row, hidden[end - len(row.tokens) : end])
         return FinishedStep(result)
 
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:
+        """The step without its sampling: the batch and its hidden states `[n, hidden]`, for `decoder.logits`."""
+        batch = build_batch(plan, self.store.shape, self._windows, self._dtype)
+        return batch, self.decoder.forward(batch, self.store)
+
     def _prompt_logprobs(self, row: Row, hidden: Tensor) -> list[TopLogprobs]:
         following = row.prompt[row.start + 1 : row.start + len(hidden) + 1]
-        logits = self._decoder.logits(hidden[: len(following)])
+        logits = self.decoder.logits(hidden[: len(following)])
         return self._sampler.prompt_logprobs(logits, following, row.sampling.prompt_logprobs)
 
     def warm_up(self) -> None:
@@ -90,7 +95,7 @@ def load_runner(config: EngineConfig, progress: Callable[[int, int], None] = lam
 
     with torch.inference_mode():
         decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
-        store = KVStore(model.kv_format, model.kv_shape, memory.num_blocks, device)
+    store = KVStore(model.kv_format, model.kv_shape, memory.num_blocks, device)
     runner = ModelRunner(decoder, store, memory, model.vocab_size, model.maker.dtype)
     runner.warm_up()
     return runner

@@ -16,11 +16,18 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 # Keys that say nothing of the forward pass. Anything else that is set and not read below is refused.
-_HARMLESS = frozenset(
-    ["_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "id2label", "initializer_range", "is_llama_config", "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache", "_attn_implementation_autoset"]
+_HARMLESS = (
+    "_name_or_path architectures attention_dropout auto_map bos_token_id chunk_size_feed_forward dtype "
+    "id2label initializer_range is_llama_config label2id model_type output_attentions "
+    "output_hidden_states pad_token_id problem_type return_dict tokenizer_class torch_dtype "
+    "transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache "
+    "_attn_implementation_autoset"
 )
-_READ = frozenset(
-    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "tie_word_embeddings", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "eos_token_id"]
+_READ = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim hidden_act rms_norm_eps max_position_embeddings rope_theta rope_scaling rope_parameters "
+    "attention_bias tie_word_embeddings sliding_window use_sliding_window max_window_layers layer_types "
+    "eos_token_id"
 )
 _ONLY = {"mlp_bias": False, "pretraining_tp": 1, "partial_rotary_factor": 1.0, "rope_interleaved": False}
 _ROPE_KEYS = {
@@ -54,7 +61,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-style decoder. Sizes are in elements, `windows` holds each layer's attention window in tokens (0: all)."""
+    """A Llama-style decoder. Sizes are in elements; `windows` are the layers' windows in tokens, 0 for none."""
 
     architecture: str
     vocab_size: int
@@ -97,11 +104,12 @@ def from_hf(config: Mapping[str, Any], extra_eos: tuple[int, ...] = ()) -> Model
     architecture = _ARCHITECTURES.get(architectures[0])
     if architecture is None or len(architectures) != 1:
         raise _not_understood("architectures", architectures, f"known: {', '.join(_ARCHITECTURES)}")
+    known = {*_HARMLESS.split(), *_READ.split()}
     for key, value in config.items():
         if key in _ONLY:
             if value not in (None, _ONLY[key]):
                 raise _not_understood(key, value)
-        elif key not in _HARMLESS and key not in _READ and value not in (None, False):
+        elif key not in known and value not in (None, False):
             raise _not_understood(key, value)
     if config.get("hidden_act", "silu") != "silu":
         raise _not_understood("hidden_act", config["hidden_act"])

@@ -77,7 +77,7 @@ class Decoder:
         self._head = make.head(self._embedding) if config.tied_embeddings else linear("head")
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
-        """Run all layers, writing and reading KV in `store`; returns hidden states `[n, hidden]` before the last norm."""
+        """Run all layers, writing and reading KV in `store`; returns hidden states `[n, hidden]`, not yet normed."""
         hidden = F.embedding(batch.tokens, self._embedding)
         cos, sin = (t.to(self._dtype) for t in rope_table(self._frequencies, self._rope_factor, batch.positions))
         for layer, rows in zip(self._layers, store.layers, strict=True):

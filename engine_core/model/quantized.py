@@ -42,7 +42,7 @@ class LinearMaker:
         return self._from_dense(embedding, None, None)
 
     def linear_bytes(self, shapes: Sequence[tuple[int, ...]], four_bit: bool, tied: bool = False) -> int:
-        """Bytes that a layer of weights of these shapes takes, without biases; `tied` if the embedding is the weight."""
+        """Bytes of a layer of weights of these shapes, without biases; `tied` if the embedding is the weight."""
         elements = sum(map(math.prod, shapes))
         packed = self.device.type == "cpu" and self.dtype == torch.bfloat16
         dense = 0 if tied and not packed else elements * self.dtype.itemsize

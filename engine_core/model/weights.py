@@ -28,8 +28,12 @@ class Weight4:
 class Weights(Protocol):
     """An open checkpoint. `shapes` lists what it holds; `total_bytes` is what reading all of it reads."""
 
-    shapes: Mapping[str, tuple[int, ...]]
     total_bytes: int
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape by name."""
+        ...
 
     def dense(self, name: str) -> Tensor:
         """The tensor as float16, bfloat16 or float32, in transformers' order of rows."""

@@ -1,6 +1,7 @@
-"""Weights from a GGUF file. Quantised types are dequantised by the gguf library; Q4_0 and Q4_1 also come as they are."""
+"""Weights from a GGUF file: dequantised by the gguf library; Q4_0 and Q4_1 also come as they are."""
 
 import re
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ _LAYER = {
     "ffn_up": "up",
     "ffn_down": "down",
 }
-_TYPES = frozenset(["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+_TYPES = frozenset(
+    ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+)
 ROPE_DIVISORS = "rope_freqs.weight"
 
 
@@ -76,7 +79,7 @@ class GGUFWeights:
     def bytes_of(self, name: str) -> int:  # noqa: D102
         return self._file.tensors[self._names[name]].nbytes
 
-    def _rows(self, name: str) -> NDArray[np.generic]:
+    def _rows(self, name: str) -> NDArray[Any]:
         """The tensor's data with the rows in transformers' order: Llama files hold Q and K for interleaved RoPE."""
         data = self._file.data(self._names[name])
         part = name.split(".")[2] if name.startswith("layers.") else ""

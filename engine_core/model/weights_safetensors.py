@@ -39,7 +39,7 @@ class SafetensorsWeights:
         self._bytes: dict[str, int] = {}
         for path, listed in _files(folder).items():
             try:
-                file = safe_open(path, framework="pt")
+                file: Any = safe_open(path, framework="pt")
                 self._open(file, path)
             except (OSError, SafetensorError) as error:
                 raise StartupError(f"can't read {path}: {error}") from error
@@ -63,7 +63,7 @@ class SafetensorsWeights:
         return self._bytes[name]
 
     def _open(self, file: Any, path: Path) -> None:
-        for theirs in file.keys():  # noqa: SIM118: not a dict
+        for theirs in file.keys():  # noqa: SIM118
             ours = _our_name(theirs)
             if ours is None:
                 continue
