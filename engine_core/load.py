@@ -1,5 +1,6 @@
 """From a configuration to everything the step loop needs: the runner, the sizes, what the model is."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
 
         runner: LoadedRunner = NullRunner(config)
     else:
+        # OpenMP threads that spin at a barrier stall the step as soon as another process wants their core: with one
+        # busy neighbour on two cores, 8 streams fell from 300 to 23 tokens/s. libgomp reads this when torch loads it.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from engine_core.model_runner import load_runner
 
         runner = load_runner(config, progress)
