@@ -4,7 +4,6 @@ Implementations: model_runner.py (torch) and null_runner.py (no model). A native
 more class of this shape.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from engine_core.plan import StepPlan, StepResult
@@ -30,7 +29,7 @@ class LoadedRunner(Runner, Protocol):
     """A runner, and what the rest of the core needs to know of its model and memory."""
 
     vocab_size: int
-    eos_token_ids: Sequence[int]
+    eos_token_ids: list[int]
     max_context: int  # tokens
     num_blocks: int
     memory: dict[str, int]  # bytes by use

@@ -4,8 +4,8 @@
         [--peers] [--output FILE.json]
 
 Decode is tokens per second over all streams between the first and the last token of a run; prefill is prompt tokens
-over the time to the first token. Rounds of the engines alternate, and each figure is the median of its rounds. Absolute figures
-drift between machines: read the ratios. `--peers` needs the dev extras (transformers).
+over the time to the first token. Rounds of the engines alternate, and each figure is the median of its rounds. Absolute
+figures drift between machines: read the ratios. `--peers` needs the dev extras (transformers).
 """
 
 import argparse

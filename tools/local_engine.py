@@ -1,4 +1,4 @@
-"""The processes of an engine, started as `pagetide serve` starts them, without supervisor and HTTP: for benches and tests."""
+"""An engine's processes, as `pagetide serve` starts them but without supervisor and HTTP: for benchmarks and tests."""
 
 import asyncio
 import os

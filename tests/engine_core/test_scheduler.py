@@ -66,8 +66,8 @@ def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
     return known[len(prompt) :]
 
 
-def run_to_end(scheduler: Scheduler, model: FakeModel, max_steps: int = 10_000) -> Iterator[tuple[StepPlan, list[Outcome]]]:
-    for _ in range(max_steps):
+def run_to_end(scheduler: Scheduler, model: FakeModel) -> Iterator[tuple[StepPlan, list[Outcome]]]:
+    for _ in range(10_000):
         if not scheduler.has_work:
             return
         plan = scheduler.schedule()
@@ -145,12 +145,12 @@ def test_any_load_ends_with_the_right_tokens(
             for _ in range(event):
                 take_step()
             continue
-        try:
-            request = make_request(scheduler, event.prompt, event.max_tokens, priority=event.priority)
-        except PagetideError as error:
-            assert error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
-            assert len(event.prompt) >= num_blocks * block_size
+        if len(event.prompt) >= num_blocks * block_size:
+            with pytest.raises(PagetideError) as refused:
+                make_request(scheduler, event.prompt, event.max_tokens)
+            assert refused.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
             continue
+        request = make_request(scheduler, event.prompt, event.max_tokens, priority=event.priority)
         scheduler.add(request)
         scheduler.check()
         accepted[request.id] = request, event
