@@ -125,8 +125,10 @@ async def _supervise(config: EngineConfig, options: ServeOptions, port: int, url
 
 
 def exec_core(config: EngineConfig) -> None:
-    """Become the engine core: signals and exit code are its own from here."""
-    os.execv(PYTHON[0], [*PYTHON, "engine_core", "serve", "--config", dump_config(resolve_config(config))])
+    """Become the engine core: signals and exit code are its own from here. Its standard output is for a supervisor."""
+    arguments = [*PYTHON, "engine_core", "serve", "--config", dump_config(resolve_config(config))]
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.execv(PYTHON[0], arguments)
 
 
 def _interrupt(number: int, frame: Any) -> None:

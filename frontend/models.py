@@ -52,6 +52,7 @@ LISTED = {
 }
 REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>.+\.gguf))?")
 CHECKPOINT_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+UNWANTED_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
 def models_dir() -> Path:
@@ -63,7 +64,7 @@ def models_dir() -> Path:
 def local_path(name: str) -> Path | None:
     """The path of a model that is there already, as a path or as something pulled before; else None."""
     pulled = _place(name)
-    candidates = [pulled] if name in LISTED else [Path(name), pulled]
+    candidates = [pulled] if name in LISTED or not name else [Path(name), pulled]
     return next((path for path in candidates if path is not None and path.exists()), None)
 
 
@@ -177,24 +178,25 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _pull_repository(repo: str, file: str | None, place: Path) -> Path:
-    import httpx
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        files = HfApi().list_repo_files(repo)
+        files = [sibling.rfilename for sibling in HfApi().model_info(repo).siblings or ()]
         if file is None and not any(name.endswith(".safetensors") for name in files):
             file = _only_gguf(repo, files)
         if file is not None and file not in files:
             raise StartupError(f"{repo} has no file {file}; it has {', '.join(files) or 'no files'}")
         if file is None:
-            path = Path(snapshot_download(repo, allow_patterns=CHECKPOINT_FILES))
+            path = Path(snapshot_download(repo, allow_patterns=CHECKPOINT_FILES, ignore_patterns=UNWANTED_FILES))
         else:
             path = Path(hf_hub_download(repo, file))
     except RepositoryNotFoundError as error:
         raise StartupError(f"there is no repository {repo}, or it is private and no token is set") from error
-    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
-        raise StartupError(f"can't fetch {repo}: {str(error).splitlines()[0]}") from error
+    except StartupError:
+        raise
+    except Exception as error:  # of its HTTP library, which differs between its versions
+        raise StartupError(f"can't fetch {repo}: {(str(error) or repr(error)).splitlines()[0]}") from error
     link = place.parent / f".{place.name}.link-{os.getpid()}"
     link.symlink_to(path)
     os.replace(link, place)

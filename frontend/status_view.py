@@ -102,7 +102,7 @@ def status_view(status: CoreStatus, tokens_per_second: float | None = None) -> G
     )
     table.add_row("steps", f"last ended {status.step_age:.1f} s ago" if status.step_age else "idle", f"{status.step:,}")
     for name, size in status.memory.items():
-        table.add_row(f"memory: {name}", format_size(size), "")
+        table.add_row(f"memory: {name.replace('_', ' ')}", format_size(size), "")
     peers = Table(title="connected to the core", title_justify="left")
     for column in ("role", "pid", "identity"):
         peers.add_column(column)

@@ -144,7 +144,7 @@ def test_three_short_lives_in_a_row_end_everything(short_path: Path, monkeypatch
             if engine.child("tokenizer").short_lives < 2:
                 await engine.replaced("tokenizer", pid)
 
-    with pytest.raises(StartupError, match="the tokenizer was killed by SIGKILL .3 times in a row"):
+    with pytest.raises(StartupError, match=r"the tokenizer was killed by SIGKILL .3 times in a row"):
         play(short_path, scenario)
 
 
