@@ -121,13 +121,16 @@ def api(
     port: Port = 8000,
     api_key: ApiKey = "",
     cors_origin: CorsOrigin = None,
+    alias: Annotated[list[str] | None, typer.Option(help="Further name of the model; repeat for more.")] = None,
+    share_port: Annotated[
+        bool, typer.Option("--share-port", help="Take turns with other API servers on this port.")
+    ] = False,
 ) -> None:
-    """Run one more API server for a running engine, on its own port or on that of others of the same user."""
-    from frontend.api.server import serve as serve_api
+    """Run one more API server for a running engine."""
+    from frontend import launch
 
-    raise typer.Exit(
-        serve_api(find_engine(engine), host=host, port=port, api_key=api_key, cors_origins=list(cors_origin or ()))
-    )
+    options = launch.ServeOptions(host, port, api_key=api_key, cors_origins=tuple(cors_origin or ()))
+    raise typer.Exit(launch.serve_api(find_engine(engine), options, tuple(alias or ()), share_port))
 
 
 @app.command(rich_help_panel="Talk")

@@ -46,6 +46,7 @@ def run_demo() -> int:
     """Run it; the exit code, 0 if every question got an answer. Raises StartupError."""
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console()
+    _show_command(console, f"pagetide serve {DEFAULT_MODEL}")
     with contextlib.ExitStack() as processes:
         lifeline = Lifeline()
         serve = processes.enter_context(
@@ -53,12 +54,15 @@ def run_demo() -> int:
         )
         first_url = _ready_url(serve, console)
         directory = next(path for path in running_engines() if path.name.startswith(f"{serve.pid}-"))
+        _show_command(console, "pagetide api")
         with hold_port("127.0.0.1", 0) as held:
-            port = held.getsockname()[1]
-            processes.enter_context(_process(["api", "--engine", str(directory), "--port", str(port)], lifeline))
+            port = str(held.getsockname()[1])
+            processes.enter_context(
+                _process(["api", "--engine", str(directory), "--port", port, "--share-port"], lifeline)
+            )
             second_url = f"http://127.0.0.1:{port}"
             _wait_for(lambda: answers_health(second_url), "the second API server")
-        console.print(f"a second API server is attached to it at {second_url}/v1\n")
+        console.print(f"a second API server is attached at {second_url}/v1")
         questions = [
             Question("API server 1", "Why is the sea salty?", first_url),
             Question("API server 2", "Write two lines about the tide.", second_url),
@@ -66,10 +70,13 @@ def run_demo() -> int:
             Question("API server 2", "What is a page table?", second_url),
             Question("pagetide generate", "What is the capital of France?"),
         ]
+        _show_command(console, "curl .../v1/chat/completions & curl ... & curl ... & curl ... & pagetide generate ...")
         seconds = _ask_all(questions, directory, console)
-        console.print(f"{len(questions)} answers at once in {seconds:.1f} s\n")
+        console.print(f"{len(questions)} answers in {seconds:.1f} s")
+        _show_command(console, "pagetide status")
         with StatusReader(directory) as reader:
             console.print(status_view(reader.read()))
+        _show_command(console, "Ctrl-C")
         failed = [question for question in questions if not question.end.startswith("finished")]
     code = serve.returncode
     leftover = directory.exists()
@@ -77,6 +84,10 @@ def run_demo() -> int:
         f"all stopped: `pagetide serve` ended with code {code}" + (f", {directory} is left" if leftover else "")
     )
     return 1 if failed or code or leftover else 0
+
+
+def _show_command(console: Console, command: str) -> None:
+    console.print(f"\n$ {command}", style="bold")
 
 
 @contextlib.contextmanager

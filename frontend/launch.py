@@ -21,6 +21,9 @@ from protocol.errors import StartupError
 # -P: a folder called `protocol` or `frontend` where the user happens to be is not ours.
 PYTHON = [sys.executable, "-P", "-m"]
 API_KEY_VARIABLE = "PAGETIDE_API_KEY"
+LOADING_SECONDS = (
+    600.0  # how long an API server waits for a core that is loading; with a supervisor it never comes to that
+)
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ def specs(directory: Path, config: EngineConfig, options: ServeOptions, port: in
     metrics.mkdir()
     core = [*PYTHON, "engine_core", "serve", "--directory", str(directory), "--config", dump_config(config)]
     api = [*PYTHON, "frontend", "api", "--engine", str(directory), "--host", options.host, "--port", str(port)]
-    for origin in options.cors_origins:
-        api += ["--cors-origin", origin]
+    api += ["--share-port", *(f"--cors-origin={origin}" for origin in options.cors_origins)]
+    api += [f"--alias={alias}" for alias in config.model_aliases]
     api_environment = {"PROMETHEUS_MULTIPROC_DIR": str(metrics)}
     if options.api_key:
         api_environment[API_KEY_VARIABLE] = options.api_key  # not in the arguments, which every user can list
@@ -122,6 +125,23 @@ async def _supervise(config: EngineConfig, options: ServeOptions, port: int, url
             on_line=bar.write,
         )
         return await supervisor.run()
+
+
+def serve_api(directory: Path, options: ServeOptions, aliases: tuple[str, ...], share_port: bool) -> int:
+    """Be one API server of the engine in `directory`; the exit code."""
+    from frontend.api.app import ApiConfig
+    from frontend.api.server import serve as run_api
+    from frontend.engine_client import EngineClient
+
+    config = ApiConfig(
+        host=options.host,
+        port=options.port,
+        reuse_port=share_port,
+        api_key=options.api_key,
+        cors_origins=options.cors_origins,
+        aliases=aliases,
+    )
+    return run_api(config, lambda: EngineClient.connect(directory, LOADING_SECONDS))
 
 
 def exec_core(config: EngineConfig) -> None:
