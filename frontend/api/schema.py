@@ -106,8 +106,23 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """The field that bounds the answer, and its value."""
         return "max_tokens", self.max_tokens
 
+    def check(self) -> None:
+        """Check what the engine doesn't know of. Raises InvalidRequest."""
+        _check("n", self.n, 1, MAX_N)
+        _check("priority", self.priority, -(2**31), 2**31 - 1)
+        _check("seed", self.seed or 0, -(2**63), 2**63 - 1)
+        _check("length of cache_salt", len(self.cache_salt), 0, MAX_CACHE_SALT, "cache_salt")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        if self.prompt_logprobs is not None:
+            _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+            if self.stream:
+                raise InvalidRequest("prompt_logprobs is for answers that are not streamed", "prompt_logprobs")
+        name, max_tokens = self.answer_limit
+        _check(name, 1 if max_tokens is None else max_tokens, 1, 2**31 - 1)
+
     def prompts(self, vocab_size: int) -> list[Prompt]:
-        """One prompt per answer group. Raises InvalidRequest."""
+        """Return what to generate from, each `n` times. Raises InvalidRequest."""
         raise NotImplementedError
 
     def text_params(self) -> TextParams:
@@ -123,20 +138,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def sampling_params(self, vocab_size: int, random_seed: int) -> SamplingParams:
         """What the core is to do, with `random_seed` where the request has none. Raises InvalidRequest."""
-        _check("n", self.n, 1, MAX_N)
-        _check("priority", self.priority, -(2**31), 2**31 - 1)
-        _check("seed", self.seed or 0, -(2**63), 2**63 - 1)
-        _check("length of cache_salt", len(self.cache_salt), 0, MAX_CACHE_SALT, "cache_salt")
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options needs stream to be true", "stream_options")
-        if self.prompt_logprobs is not None:
-            _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
-            if self.stream:
-                raise InvalidRequest("prompt_logprobs is for answers that are not streamed", "prompt_logprobs")
-        name, max_tokens = self.answer_limit
-        _check(name, 1 if max_tokens is None else max_tokens, 1, 2**31 - 1)
+        self.check()
         params = SamplingParams(
-            max_tokens=max_tokens,
+            max_tokens=self.answer_limit[1],
             min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -175,14 +179,18 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def logprobs_count(self) -> int:
-        """How many alternatives each token is listed with; -1: no logprobs."""
+        """How many alternatives each generated token is listed with; -1: no logprobs."""
         return -1 if self.logprobs is None else self.logprobs
 
-    def prompts(self, vocab_size: int) -> list[Prompt]:
-        """One prompt per answer group. Raises InvalidRequest."""
+    def check(self) -> None:
+        """Check what the engine doesn't know of. Raises InvalidRequest."""
+        super().check()
         if self.best_of not in (None, self.n):
             raise InvalidRequest("best_of is only supported where it equals n", "best_of")
         _check("logprobs", self.logprobs or 0, 0, MAX_COMPLETION_LOGPROBS)
+
+    def prompts(self, vocab_size: int) -> list[Prompt]:
+        """Return what to generate from, each `n` times. Raises InvalidRequest."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [TextPrompt(prompt, self.add_special_tokens)]
@@ -222,8 +230,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
 
-    def prompts(self, vocab_size: int) -> list[Prompt]:
-        """Return the conversation. Raises InvalidRequest."""
+    def check(self) -> None:
+        """Check what the engine doesn't know of. Raises InvalidRequest."""
+        super().check()
         if self.max_tokens not in (None, self.answer_limit[1]):
             raise InvalidRequest("max_tokens contradicts max_completion_tokens, which means the same", "max_tokens")
         if self.top_logprobs is not None:
@@ -232,12 +241,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
                 raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.tool_choice not in ("none", "auto"):
             raise InvalidRequest("a tool call can't be enforced: tool_choice is none or auto", "tool_choice")
+
+    def prompts(self, vocab_size: int) -> list[Prompt]:
+        """Return the conversation. Raises InvalidRequest."""
         tools = self.tools if self.tool_choice == "auto" else []
-        return [
-            chat_prompt(
-                self.messages, tools, self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs
-            )
-        ]
+        return [_chat_prompt(self, self.messages, tools)]
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,13 +267,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if self.prompt is not None:
             return TextPrompt(self.prompt, self.add_special_tokens)
-        return chat_prompt(
-            self.messages or [],
-            self.tools,
-            self.add_generation_prompt,
-            self.continue_final_message,
-            self.chat_template_kwargs,
-        )
+        return _chat_prompt(self, self.messages or [], self.tools)
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,25 +277,8 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
 
 
-def chat_prompt(
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    template_kwargs: dict[str, Any],
-) -> ChatPrompt:
-    """Return the checked conversation. Raises InvalidRequest."""
-    for i, tool in enumerate(tools):
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if tool.get("type") != "function" or not isinstance(name, str):
-            raise InvalidRequest(f"tools[{i}] is not a function with a name", "tools")
-    for name, value in (("messages", messages), ("tools", tools), ("chat_template_kwargs", template_kwargs)):
-        _check_json(name, value, MAX_DEPTH)
-    return ChatPrompt(messages, tools or None, add_generation_prompt, continue_final_message, template_kwargs)
-
-
 T = TypeVar("T", bound=msgspec.Struct)
+_NULL = msgspec.Raw(b"null")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoders: dict[type[msgspec.Struct], dict[str, msgspec.json.Decoder[Any]]] = {
     shape: {field.name: msgspec.json.Decoder(field.type) for field in msgspec.structs.fields(shape)}
@@ -314,7 +299,7 @@ def decode(body: bytes, shape: type[T]) -> T:
     is_generation = issubclass(shape, GenerationRequest)
     values: dict[str, Any] = {}
     for name, raw in fields.items():
-        if raw == b"null" or (is_generation and name in IGNORED):
+        if raw == _NULL or (is_generation and name in IGNORED):
             continue
         try:
             if name in decoders:
@@ -345,6 +330,20 @@ def _check_json(name: str, value: Any, room: int) -> None:
             raise InvalidRequest(f"{name} is nested more than {MAX_DEPTH} levels deep", name)
         for item in value.values() if isinstance(value, dict) else value:
             _check_json(name, item, room - 1)
+
+
+def _chat_prompt(
+    request: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> ChatPrompt:
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if tool.get("type") != "function" or not isinstance(name, str):
+            raise InvalidRequest(f"tools[{i}] is not a function with a name", "tools")
+    arguments = request.chat_template_kwargs
+    for name, value in (("messages", messages), ("tools", tools), ("chat_template_kwargs", arguments)):
+        _check_json(name, value, MAX_DEPTH)
+    return ChatPrompt(messages, tools or None, request.add_generation_prompt, request.continue_final_message, arguments)
 
 
 def _token_prompt(ids: Any, vocab_size: int) -> TokenPrompt:

@@ -1,0 +1,149 @@
+"""How many streamed tokens a second one API server passes on, beside a bare starlette SSE loop that sends equal bytes.
+
+The engine is played: each stream gets a one-token delta whenever it takes one. Server and reader are two processes, so
+two cores; the server's CPU time per token tells what it would do with a core of its own.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psutil
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from frontend.api.app import Api, ApiConfig
+from protocol.messages import Finish, ModelInfo, TextDelta
+
+TEXT = " word"
+EVENT = (
+    b'data: {"id":"chatcmpl-0123456789abcdef01234567","created":1700000000,"model":"null",'
+    b'"object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,'
+    b'"finish_reason":null}]}\n\n'
+)
+BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+REQUEST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+
+
+class PlayedEngine:
+    """Has the parts of EngineClient that a stream needs, and is its own Generation."""
+
+    model = ModelInfo("null", "", 1000, 1 << 20, 1700000000, [])
+    status = None
+    prompt_tokens = 1
+
+    def health(self) -> None:
+        return None
+
+    def generate(self, *_: Any, **__: Any) -> "PlayedEngine":
+        return self
+
+    async def __aenter__(self) -> "PlayedEngine":
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        return None
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, TextDelta]]:
+        while True:
+            await asyncio.sleep(0)
+            yield 0, TextDelta(0, TEXT, 1, Finish.NONE)
+
+
+def pagetide_app() -> Any:
+    return Api(ApiConfig(), PlayedEngine()).app  # type: ignore[arg-type]
+
+
+def starlette_app() -> Any:
+    async def events() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0)
+            yield EVENT
+
+    async def chat(request: Request) -> StreamingResponse:
+        await request.json()
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
+
+
+def serve(make_app: Callable[[], Any], sock: socket.socket) -> None:
+    config = uvicorn.Config(
+        make_app(), loop="none", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False
+    )
+    uvloop.run(uvicorn.Server(config).serve([sock]))
+
+
+class Reader(asyncio.Protocol):
+    """Sends a request and counts the events that come back."""
+
+    events = 0  # of all readers together
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(REQUEST)
+
+    def data_received(self, data: bytes) -> None:
+        Reader.events += data.count(b"data: ")
+
+
+async def read(address: tuple[str, int], streams: int, seconds: float, server: psutil.Process) -> dict[str, float]:
+    """Events per second over a window after a second of warm-up, and the server's CPU time per event."""
+    loop = asyncio.get_running_loop()
+    transports = [(await loop.create_connection(Reader, *address))[0] for _ in range(streams)]
+    await asyncio.sleep(1.0)
+    events, started, cpu = Reader.events, time.monotonic(), sum(server.cpu_times()[:2])
+    await asyncio.sleep(seconds)
+    events, elapsed, cpu = Reader.events - events, time.monotonic() - started, sum(server.cpu_times()[:2]) - cpu
+    for transport in transports:
+        transport.abort()
+    return {
+        "tokens_per_second": round(events / elapsed),
+        "cpu_us_per_token": round(cpu / events * 1e6, 1),
+        "cpu_share": round(cpu / elapsed, 2),
+    }
+
+
+def measure(make_app: Callable[[], Any], streams: int, seconds: float) -> dict[str, float]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(make_app, sock), daemon=True)
+        process.start()
+        try:
+            return uvloop.run(read(sock.getsockname(), streams, seconds, psutil.Process(process.pid)))
+        finally:
+            process.kill()
+            process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=2, help="alternate between the two this often; the best counts")
+    options = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
+    for _ in range(options.rounds):
+        for name, make_app in (("pagetide", pagetide_app), ("starlette", starlette_app)):
+            result = measure(make_app, options.streams, options.seconds)
+            results[name] = max(result, results.get(name, result), key=lambda one: one["tokens_per_second"])
+    ratio = results["pagetide"]["tokens_per_second"] / results["starlette"]["tokens_per_second"]
+    report = {"streams": options.streams, "cores": os.cpu_count(), "python": platform.python_version()}
+    print(json.dumps(report | results | {"ratio": round(ratio, 2), "goal": 8000}))
+    print(f"{'':12}{'tokens/s':>12}{'CPU us/token':>16}{'CPU share':>12}")
+    for name, result in results.items():
+        print(f"{name:12}{result['tokens_per_second']:>12,}{result['cpu_us_per_token']:>16}{result['cpu_share']:>12}")
+    print(f"{'goal':12}{8000:>12,}")
+
+
+if __name__ == "__main__":
+    main()
