@@ -127,7 +127,7 @@ class Intake(threading.Thread):
         )
 
     def _peer_gone(self, peer: Peer) -> None:
-        _log.info("%s (pid %d) is gone", peer.identity, peer.hello.pid)
+        _log.debug("%s (pid %d) is gone", peer.identity, peer.hello.pid)
         if peer.hello.role is Role.FRONTEND:
             self._hand_over(FrontendGone(peer.identity))
 
