@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.kv_format import KVFormat, KVShape
 
+_SDPA_BATCH = 2  # above it, torch's CPU flash kernel loses to plain products, as it does for every chunk
 _QUERY_TILE = 128  # queries of a chunk that are scored at once: keys beyond the last of them are left out
 
 
@@ -109,29 +110,31 @@ def attention(query: Tensor, rows: Tensor, plan: AttentionPlan, kv_format: KVFor
 def _decode(query: Tensor, rows: Tensor, plan: DecodePlan, shape: KVShape, kv_format: KVFormat, scale: float) -> Tensor:
     heads = shape.num_kv_heads
     key, value = kv_format.read(rows, plan.index).view(2, plan.batch, heads, -1, shape.head_dim).unbind()
-    # The queries that share a KV head stand where SDPA has its sequence.
+    # The queries that share a KV head stand where attention has its sequence.
     grouped = query.reshape(plan.batch, heads, -1, shape.head_dim)
-    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=plan.bias, scale=scale)
+    if plan.batch <= _SDPA_BATCH:
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=plan.bias, scale=scale)
+    else:
+        scores = torch.matmul(grouped * scale, key.transpose(-1, -2))
+        out = torch.matmul((scores if plan.bias is None else scores.add_(plan.bias)).softmax(-1), value)
     if plan.empty is not None:
         out = out.masked_fill(plan.empty, 0)
     return out.reshape(query.shape)
 
 
 def _chunk(query: Tensor, rows: Tensor, plan: ChunkPlan, shape: KVShape, kv_format: KVFormat, scale: float) -> Tensor:
-    key, value = kv_format.read(rows, plan.index).view(2, 1, shape.num_kv_heads, -1, shape.head_dim).unbind()
-    by_head = query.transpose(0, 1)[None]  # [1, heads, n, head_dim]
-    parts = [
-        F.scaled_dot_product_attention(
-            by_head[:, :, tile.first : tile.last],
-            key[:, :, tile.low : tile.high],
-            value[:, :, tile.low : tile.high],
-            attn_mask=tile.bias,
-            scale=scale,
-            enable_gqa=True,
-        )
-        for tile in plan.tiles
-    ]
-    return torch.cat(parts, 2)[0].transpose(0, 1)
+    heads, width = shape.num_kv_heads, shape.head_dim
+    key, value = kv_format.read(rows, plan.index).view(2, heads, -1, width).unbind()
+    grouped = (query * scale).view(len(query), heads, -1, width).permute(1, 2, 0, 3)  # [kv_heads, group, n, head_dim]
+    out = torch.empty_like(query)
+    target = out.view(len(query), heads, -1, width).permute(1, 2, 0, 3)
+    for tile in plan.tiles:
+        part = grouped[:, :, tile.first : tile.last].reshape(heads, -1, width)
+        scores = torch.bmm(part, key[:, tile.low : tile.high].transpose(1, 2))
+        scores.view(heads, -1, *tile.bias.shape[-2:]).add_(tile.bias)
+        mixed = torch.bmm(scores.softmax(-1), value[:, tile.low : tile.high])
+        target[:, :, tile.first : tile.last] = mixed.view(heads, -1, tile.last - tile.first, width)
+    return out
 
 
 def _index(shape: KVShape, tables: Tensor, positions: Tensor) -> Tensor:

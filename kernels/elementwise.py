@@ -7,12 +7,16 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """X / rms(x) * weight over the last dimension: x `[..., d]`, weight `[d]`."""
+    if x.dtype == torch.bfloat16 and len(x) == 1:
+        # torch composes rms_norm of ten ops on the CPU; [x, -x] has mean 0 and variance mean(x^2), so one op does it.
+        width = x.shape[-1]
+        return F.layer_norm(torch.cat((x, -x), -1), (2 * width,), None, None, eps)[..., :width] * weight
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x `[n, heads, d]` by cos, sin `[n, 1, d]`; the first half of sin carries the minus sign."""
-    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)
+    """Rotate heads x `[n, heads, d]` in place by cos, sin `[n, 1, d]`; the first half of sin carries the minus sign."""
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin, out=x)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

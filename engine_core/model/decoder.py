@@ -100,10 +100,9 @@ class Decoder:
         qk = qkv[:, : heads + kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
             eps = self.config.rms_norm_eps
-            parts = (rms_norm(qk[:, :heads], layer.q_norm, eps), rms_norm(qk[:, heads:], layer.k_norm, eps))
-            qk = torch.cat(parts, 1)
-        qk = rope(qk, cos, sin)
-        qkv[:, heads : heads + kv_heads] = qk[:, heads:]
+            qk[:, :heads] = rms_norm(qk[:, :heads], layer.q_norm, eps)
+            qk[:, heads:] = rms_norm(qk[:, heads:], layer.k_norm, eps)
+        rope(qk, cos, sin)
         store.format.write(rows, batch.write_index, qkv[:, heads:].reshape(-1, width))
         out = attention(qk[:, :heads], rows, batch.attention[layer.window], store.format, self._scale)
         return out.reshape(len(x), -1)
