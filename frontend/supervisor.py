@@ -160,7 +160,9 @@ class Supervisor:
         async for text in _lines(stream):
             if text.strip():
                 child.last_line = text.strip()
-            self._on_line(text)
+            # That its peers are gone is no news after a signal.
+            if not (self._signals and text.startswith("error: ")):
+                self._on_line(text)
 
     async def _read_output(self, stream: asyncio.StreamReader) -> None:
         """The core's `progress DONE TOTAL` lines; whatever else there is goes unheard."""
