@@ -37,11 +37,13 @@ def listener(config: ApiConfig) -> socket.socket:
 
     With `reuse_port` other API servers may have it as well, and the kernel deals connections out between them.
     """
+    if not 0 <= config.port < 1 << 16:  # getaddrinfo takes it modulo that
+        raise _taken(config, ValueError("there is no such port"))
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise _taken(config, error) from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
