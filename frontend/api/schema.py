@@ -17,7 +17,9 @@ MAX_N = 64
 MAX_ANSWERS = 256  # prompts times n
 MAX_COMPLETION_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT = 1 << 20  # token ids, or prompts
 MAX_DEPTH = 64  # nesting of JSON that goes to the chat template
+MAX_VALUES = 200_000  # and how many values it has
 MAX_CACHE_SALT = 256  # characters
 
 # Fields that change nothing about the answer's tokens.
@@ -194,6 +196,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [TextPrompt(prompt, self.add_special_tokens)]
+        _check("length of prompt", len(prompt), 0, MAX_PROMPT, "prompt")
         kinds = {type(item) for item in prompt}
         if len(kinds) > 1:
             raise InvalidRequest("prompt mixes texts, token ids and lists of token ids", "prompt")
@@ -321,15 +324,25 @@ def _check(name: str, value: int, low: int, high: int, param: str | None = None)
         raise InvalidRequest(f"the {name} must be from {low} to {high}, not {value}", param or name)
 
 
-def _check_json(name: str, value: Any, room: int) -> None:
-    """Raise InvalidRequest for what can't travel on: numbers beyond 64 bits, nesting that exhausts a stack."""
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise InvalidRequest(f"{name} holds a number that doesn't fit into 64 bits", name)
-    if isinstance(value, dict | list):
-        if room == 0:
-            raise InvalidRequest(f"{name} is nested more than {MAX_DEPTH} levels deep", name)
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_json(name, item, room - 1)
+def _check_json(name: str, value: Any) -> None:
+    """Raise InvalidRequest for what can't travel on: numbers beyond 64 bits, nesting that exhausts a stack, masses."""
+    level = [value]
+    count = 0
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+            elif isinstance(item, int) and not -(2**63) <= item < 2**64:
+                raise InvalidRequest(f"{name} holds a number that doesn't fit into 64 bits", name)
+        if not inner:
+            return
+        count += len(inner)
+        _check(f"number of values in {name}", count, 0, MAX_VALUES, name)
+        level = inner
+    raise InvalidRequest(f"{name} is nested more than {MAX_DEPTH} levels deep", name)
 
 
 def _chat_prompt(
@@ -342,7 +355,7 @@ def _chat_prompt(
             raise InvalidRequest(f"tools[{i}] is not a function with a name", "tools")
     arguments = request.chat_template_kwargs
     for name, value in (("messages", messages), ("tools", tools), ("chat_template_kwargs", arguments)):
-        _check_json(name, value, MAX_DEPTH)
+        _check_json(name, value)
     return ChatPrompt(messages, tools or None, request.add_generation_prompt, request.continue_final_message, arguments)
 
 

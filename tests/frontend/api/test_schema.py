@@ -124,6 +124,7 @@ def test_prompts_of_completions() -> None:
     for bad in ([1, "a"], [["a"]], [True], 3, {}, [-1], [VOCAB], [[1], [VOCAB + 10]], [2**40], [10**30], ["a"] * 257):
         assert refusal(completion, prompt=bad) == "prompt"
     assert refusal(completion, prompt=["a"] * 100, n=3) == "prompt"
+    assert refusal(completion, prompt=[1] * (schema.MAX_PROMPT + 1)) == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -236,6 +237,7 @@ def test_what_could_not_travel_to_the_tokenizer_is_refused() -> None:
     for _ in range(schema.MAX_DEPTH):
         deep = [deep]
     assert refusal(chat, messages=[{"role": "user", "content": deep}]) == "messages"
+    assert refusal(chat, messages=[{"role": "user", "content": [[]] * (schema.MAX_VALUES + 1)}]) == "messages"
     assert refusal(chat, chat_template_kwargs={"x": {"y": 10**30}}) == "chat_template_kwargs"
     tool = {"type": "function", "function": {"name": "f", "parameters": {"minimum": -(2**63) - 1}}}
     assert refusal(chat, tools=[tool]) == "tools"
