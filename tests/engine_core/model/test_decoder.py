@@ -33,7 +33,7 @@ def make_row(request: int, ids: list[int], start: int, count: int, blocks: list[
 
 def step_logits(runner: ModelRunner, decodes: list[Row], prefills: list[Row]) -> list[torch.Tensor]:
     """Logits of all tokens, by row."""
-    batch, hidden = runner.forward(StepPlan(0, decodes, prefills))
+    _, hidden = runner.forward(StepPlan(0, decodes, prefills))
     with torch.inference_mode():
         logits = runner.decoder.logits(hidden)
     return list(logits.split([len(row.tokens) for row in (*decodes, *prefills)]))

@@ -1,0 +1,84 @@
+"""The memory plan: sizes of a published shape, budgets, and the refusal that lists every figure."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_core.memory import OpenModel, open_model, plan_memory, print_plan
+from protocol.config import EngineConfig
+from protocol.errors import StartupError
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+QWEN = EngineConfig(model=str(CONFIGS / "qwen2.5-3b"), dtype="fp16", max_cache=4096)
+GIB = 1 << 30
+
+
+def opened(config: EngineConfig, free: int) -> OpenModel:
+    return replace(open_model(config, torch.device("cpu")), free=free, total=2 * free)
+
+
+def changed(**options: object) -> EngineConfig:
+    return EngineConfig(model=QWEN.model, dtype="fp16", **({"max_cache": 4096} | options))  # type: ignore[arg-type]
+
+
+def test_budget_is_divided_exactly() -> None:
+    config = changed(gpu_memory=8 * GIB)
+    plan = plan_memory(opened(config, 16 * GIB), config)
+    assert plan.block_bytes == 589_824
+    assert plan.bytes_per_token == 36_864
+    assert plan.weights == 3_085_938_688 * 2  # the model's parameters in FP16
+    assert plan.num_blocks == (8 * GIB - plan.weights - plan.workspace) // plan.block_bytes
+    assert plan.max_tokens == plan.num_blocks * 16
+    assert plan.requests_of(1000) == plan.num_blocks // 63
+    assert plan.by_use()["kv_pool"] == plan.num_blocks * 589_824
+
+
+def test_cpu_pool_is_modest_unless_told() -> None:
+    config = changed(max_running=4)
+    assert plan_memory(opened(config, 64 * GIB), config).num_blocks == 4 * 256  # four contexts
+    config = changed(max_running=64)
+    assert plan_memory(opened(config, 64 * GIB), config).pool <= 4 * GIB
+    config = changed(num_blocks=300)
+    assert plan_memory(opened(config, 64 * GIB), config).num_blocks == 300
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "option"),
+    [
+        ({"gpu_memory": 6 * GIB}, 16 * GIB, "--gpu-memory"),
+        ({}, 6 * GIB, "--max-cache"),
+        ({"num_blocks": 10}, 64 * GIB, "--num-blocks"),
+        ({"num_blocks": 1 << 20}, 64 * GIB, "--num-blocks"),
+    ],
+)
+def test_refusal_lists_the_figures(options: dict[str, int], free: int, option: str) -> None:
+    config = changed(**options)
+    with pytest.raises(StartupError) as caught:
+        plan_memory(opened(config, free), config)
+    message = str(caught.value)
+    for word in ("4096 tokens", "total", "free at start", "weights", "workspace", "left for the pool", option):
+        assert word in message
+
+
+def test_context_above_the_model_is_refused() -> None:
+    config = changed(max_cache=40_000)
+    with pytest.raises(StartupError, match=r"--max-cache 40000 .* 32768"):
+        plan_memory(opened(config, 64 * GIB), config)
+
+
+def test_bad_options_are_startup_errors(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"--kv-cache-dtype.*'fp7'"):
+        open_model(changed(kv_cache_dtype="fp7"), torch.device("cpu"))
+    with pytest.raises(StartupError, match="--weights int4"):
+        open_model(changed(weights="int4"), torch.device("cpu"))
+    with pytest.raises(StartupError, match="no such model"):
+        open_model(EngineConfig(model=str(tmp_path / "none")), torch.device("cpu"))
+
+
+def test_print_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(changed(max_cache=64, num_blocks=64), 100)
+    printed = capsys.readouterr().out
+    assert "KV per block              589824 bytes, 16 tokens" in printed
+    assert "requests of 100 tokens    9" in printed
