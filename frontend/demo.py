@@ -68,7 +68,7 @@ def run_demo() -> int:
             Question("API server 2", "Write two lines about the tide.", second_url),
             Question("API server 1", "Name three fruits.", first_url),
             Question("API server 2", "What is a page table?", second_url),
-            Question("pagetide generate", "What is the capital of France?"),
+            Question("pagetide generate", "Name the capital city of Italy."),
         ]
         _show_command(console, "curl .../v1/chat/completions & curl ... & curl ... & curl ... & pagetide generate ...")
         seconds = _ask_all(questions, directory, console)

@@ -254,4 +254,5 @@ def test_the_demo(environment: dict[str, str], default_model: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=55, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished after") == 5
+    assert "Rome" in done.stdout
     assert "ended with code 0" in done.stdout
