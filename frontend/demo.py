@@ -70,7 +70,7 @@ def run_demo() -> int:
             Question("API server 2", "What is a page table?", second_url),
             Question("pagetide generate", "Name the capital city of Italy."),
         ]
-        _show_command(console, "curl .../v1/chat/completions & curl ... & curl ... & curl ... & pagetide generate ...")
+        _show_command(console, "curl .../v1/chat/completions (4 times) and pagetide generate, all at once")
         seconds = _ask_all(questions, directory, console)
         console.print(f"{len(questions)} answers in {seconds:.1f} s")
         _show_command(console, "pagetide status")
