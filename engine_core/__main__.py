@@ -1,10 +1,11 @@
 """`python -m engine_core serve|plan --config JSON`: how the command line starts the process that owns the GPU.
 
-Standard output carries lines for the parent: `progress DONE TOTAL` (bytes loaded), then `ready`. Everything for people
-goes to standard error, and the last line there says why the process ended.
+`plan` prints JSON. Standard output of `serve` carries lines for the parent: `progress DONE TOTAL` (bytes loaded), then
+`ready`. Everything for people goes to standard error, and the last line there says why the process ended.
 """
 
 import argparse
+import json
 import logging
 import signal
 import sys
@@ -33,9 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load_config(options.config)
         if options.command == "plan":
-            from engine_core.memory import print_plan
+            from engine_core.memory import describe_plan
 
-            print_plan(config, options.request_tokens)
+            print(json.dumps(describe_plan(config, options.request_tokens), indent=2))
             return 0
         return serve(config, options.directory)
     except StartupError as error:

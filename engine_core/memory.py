@@ -92,12 +92,15 @@ class MemoryPlan:
         return ", ".join((*parts, pool, f"context {self.max_context}"))
 
 
-def open_model(config: EngineConfig, device: torch.device) -> OpenModel:
-    """Read config and tensor list of `config.model`, and check them. Raises StartupError."""
+def open_model(config: EngineConfig, device: torch.device, memory: tuple[int, int] | None = None) -> OpenModel:
+    """Read config and tensor list of `config.model`, and check them. Raises StartupError.
+
+    `memory` is free and total bytes of a device to plan for; by default, those of `device`.
+    """
     path = Path(config.model)
     if not path.exists():
         raise StartupError(f"no such model: {path}")
-    free, total = free_memory(device)
+    free, total = memory or free_memory(device)
     dtype = compute_dtype(config.dtype, device)
     weights: Weights | None = None
     divisors, tokens = None, 0
@@ -116,7 +119,7 @@ def open_model(config: EngineConfig, device: torch.device) -> OpenModel:
     four_bit = weights is not None and any(map(weights.has_4bit, weights.shapes))
     mode = resolve_weights(config.weights, dtype, device, four_bit)
     maker = LinearMaker(mode, dtype, device)
-    if _weight_bytes(model, weights, maker) > free // 2:
+    if _weight_bytes(model, weights, maker) > min(free, config.gpu_memory or free) // 2:
         maker = LinearMaker(mode, dtype, device, keep_dense=False)
     shape = KVShape(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
     try:
@@ -162,34 +165,41 @@ def plan_memory(model: OpenModel, config: EngineConfig) -> MemoryPlan:
     return plan
 
 
-def print_plan(config: EngineConfig, request_tokens: int = 0) -> None:
-    """Print the plan of `config` for people, one figure a line."""
-    model = open_model(config, open_device("cpu" if config.device == "null" else config.device))
+def describe_plan(config: EngineConfig, request_tokens: int = 0) -> dict[str, str | int]:
+    """The plan of `config` by name, for `pagetide plan`. A `request_tokens` of 0 counts requests of the whole context.
+
+    With `--gpu-memory`, it is a plan for a device with that much free. Names that end in `_bytes` are bytes. Raises
+    StartupError.
+    """
+    card = (config.gpu_memory, config.gpu_memory) if config.gpu_memory else None
+    model = open_model(config, open_device("cpu" if config.device == "null" else config.device), card)
     plan = plan_memory(model, config)
     tokens = request_tokens or plan.max_context
-    for name, value in (
-        ("total", _mib(plan.total)),
-        ("free at start", _mib(plan.free)),
-        ("weights", f"{_mib(plan.weights)} ({model.maker.mode}, {str(model.maker.dtype).removeprefix('torch.')})"),
-        ("workspace", _mib(plan.workspace)),
-        ("KV pool", f"{_mib(plan.pool)} ({plan.kv_name})"),
-        ("KV per block", f"{plan.block_bytes} bytes, {plan.block_size} tokens"),
-        ("KV per token", f"{plan.bytes_per_token} bytes"),
-        ("blocks", str(plan.num_blocks)),
-        ("tokens", str(plan.max_tokens)),
-        ("context", f"{plan.max_context} tokens"),
-        (f"requests of {tokens} tokens", str(plan.requests_of(tokens))),
-    ):
-        print(f"{name:<26}{value}")
+    return {
+        "model": config.served_model_name or Path(config.model).stem,
+        "total_bytes": plan.total,
+        "free_at_start_bytes": plan.free,
+        "weights_bytes": plan.weights,
+        "weights_kept": f"{model.maker.mode}, {str(model.maker.dtype).removeprefix('torch.')}",
+        "workspace_bytes": plan.workspace,
+        "kv_pool_bytes": plan.pool,
+        "kv_cache_dtype": plan.kv_name,
+        "kv_block_bytes": plan.block_bytes,
+        "kv_bytes_per_token": plan.bytes_per_token,
+        "block_size": plan.block_size,
+        "num_blocks": plan.num_blocks,
+        "max_tokens": plan.max_tokens,
+        "max_context": plan.max_context,
+        "request_tokens": tokens,
+        "requests_at_once": plan.requests_of(tokens),
+    }
 
 
 def _weight_bytes(config: ModelConfig, weights: Weights | None, maker: LinearMaker) -> int:
     """Bytes that the decoder's weights take; from the shapes that the config implies if there is no file."""
     shapes = expected_shapes(config)
     linear = [[f"layers.{n}.{name}" for name in group] for n in range(config.num_layers) for group in _GROUPS]
-    if not config.tied_embeddings:
-        linear.append(["head"])
-    in_linear = {name for names in linear for name in names}
+    in_linear = {"head"} | {name for names in linear for name in names}
     vectors = sum(math.prod(shape) for name, shape in shapes.items() if name not in in_linear)
 
     def four_bit(names: list[str]) -> bool:
@@ -197,9 +207,7 @@ def _weight_bytes(config: ModelConfig, weights: Weights | None, maker: LinearMak
 
     size = vectors * maker.dtype.itemsize
     size += sum(maker.linear_bytes([shapes[name] for name in names], four_bit(names)) for names in linear)
-    if config.tied_embeddings:
-        size += maker.linear_bytes([shapes["embed"]], False, tied=True)
-    return size
+    return size + maker.head_bytes((config.vocab_size, config.hidden_size), config.tied_embeddings)
 
 
 def _workspace(model: OpenModel, config: EngineConfig, context: int) -> int:

@@ -203,7 +203,7 @@ def plan(
 
     from frontend.launch import PYTHON, resolve_config
 
-    command = [*PYTHON, "engine_core", "plan", "--config", dump_config(resolve_config(config)), "--json"]
+    command = [*PYTHON, "engine_core", "plan", "--config", dump_config(resolve_config(config))]
     process = subprocess.run(
         [*command, "--request-tokens", str(request_tokens)], stdout=subprocess.PIPE, text=True, check=False
     )

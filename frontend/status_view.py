@@ -143,17 +143,11 @@ def plan_view(plan: dict[str, Any]) -> Table:
     """The memory plan that `python -m engine_core plan` printed as JSON; sizes are bytes under names in `_bytes`."""
     table = Table(title=f"{plan.pop('model', 'plan')}", title_justify="left", show_header=False)
     for name, value in plan.items():
-        label = name.removesuffix("_bytes").replace("_", " ")
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                table.add_row(f"{label}: {key.removesuffix('_bytes').replace('_', ' ')}", _plan_value(name, key, inner))
-        else:
-            table.add_row(label, _plan_value(name, name, value))
+        table.add_row(name.removesuffix("_bytes").replace("_", " "), _plan_value(name, value))
     return table
 
 
-def _plan_value(group: str, name: str, value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        is_size = name.endswith("_bytes") or group in ("memory", "bytes")
-        return format_size(value) if is_size else f"{value:,}"
-    return str(value)
+def _plan_value(name: str, value: Any) -> str:
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return format_size(value) if value >= 1 << 20 else f"{value:,} bytes"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_core.memory import OpenModel, open_model, plan_memory, print_plan
+from engine_core.memory import OpenModel, describe_plan, open_model, plan_memory
 from protocol.config import EngineConfig
 from protocol.errors import StartupError
 
@@ -77,8 +77,13 @@ def test_bad_options_are_startup_errors(tmp_path: Path) -> None:
         open_model(EngineConfig(model=str(tmp_path / "none")), torch.device("cpu"))
 
 
-def test_print_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    print_plan(changed(max_cache=64, num_blocks=64), 100)
-    printed = capsys.readouterr().out
-    assert "KV per block              589824 bytes, 16 tokens" in printed
-    assert "requests of 100 tokens    9" in printed
+def test_describe_plan() -> None:
+    plan = describe_plan(changed(max_cache=64, num_blocks=64), 100)
+    assert (plan["kv_block_bytes"], plan["block_size"], plan["kv_bytes_per_token"]) == (589824, 16, 36864)
+    assert (plan["num_blocks"], plan["max_tokens"], plan["requests_at_once"]) == (64, 1024, 9)
+
+
+def test_a_plan_for_a_card_does_not_look_at_this_machine() -> None:
+    plan = describe_plan(changed(max_cache=64, gpu_memory=1 << 40))
+    assert plan["free_at_start_bytes"] == plan["total_bytes"] == 1 << 40
+    assert plan["kv_pool_bytes"] > 1 << 39

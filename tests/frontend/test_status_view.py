@@ -123,7 +123,7 @@ def test_a_plan_as_a_table() -> None:
         "weights_bytes": 98 << 20,
         "kv_format": "fp16",
         "blocks": 1234567,
-        "requests": {"of_2048": 3},
+        "kv_block_bytes": 589824,
     }
     console.print(status_view.plan_view(plan))
     file = console.file
@@ -133,6 +133,6 @@ def test_a_plan_as_a_table() -> None:
         ("weights", "98.0 MiB"),
         ("kv format", "fp16"),
         ("blocks", "1,234,567"),
-        ("requests: of 2048", "3"),
+        ("kv block", "589,824 bytes"),
     ):
         assert any(name in line and value in line for line in text.splitlines())
