@@ -73,7 +73,7 @@ class Decoder:
         self._embedding = vector("embed")
         self._layers = [layer(number) for number in range(config.num_layers)]
         self._norm = vector("norm")
-        self._head = make.head(self._embedding) if config.tied_embeddings else linear("head")
+        self._head = make.head(self._embedding if config.tied_embeddings else vector("head"))
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         """Run all layers, writing and reading KV in `store`; returns hidden states `[n, hidden]`, not yet normed."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine_core.model.weights import GROUP, Weights
-from kernels.linear import DenseLinear, HybridLinear, Int4Linear, Int8Linear, Linear, PackedLinear
+from kernels.linear import DenseLinear, HybridLinear, Int4Linear, Int8DynamicLinear, Int8Linear, Linear, PackedLinear
 from protocol.errors import StartupError
 
 _FEW_ROWS = 2  # up to here the quantised forms beat dense bfloat16 (measured on Zen 5; AMX moves it to 1)
@@ -37,15 +37,23 @@ class LinearMaker:
         parts = [weights.dense(name).to(self.dtype) for name in names]
         return self._from_dense(torch.cat(parts) if len(parts) > 1 else parts[0], bias, few)
 
-    def head(self, embedding: Tensor) -> Linear:
-        """The head of tied embeddings `[vocab, hidden]`."""
-        return self._from_dense(embedding, None, None)
+    def head(self, weight: Tensor) -> Linear:
+        """The head `[vocab, hidden]`; its logits may be float32 whatever the dtype."""
+        if self.mode != "dense" and Int8DynamicLinear.is_available():
+            return Int8DynamicLinear(weight)
+        return self._from_dense(weight, None, None)
 
-    def linear_bytes(self, shapes: Sequence[tuple[int, ...]], four_bit: bool, tied: bool = False) -> int:
-        """Bytes of a layer of weights of these shapes, without biases; `tied` if the embedding is the weight."""
+    def head_bytes(self, shape: tuple[int, int], tied: bool) -> int:
+        """Bytes of the head, beside the embedding if `tied`."""
+        if self.mode != "dense" and Int8DynamicLinear.is_available():
+            return math.prod(shape) + 12 * shape[0]  # scale, zero point, column sum
+        is_embedding = tied and self.mode == "dense" and not self._packs
+        return 0 if is_embedding else self.linear_bytes([shape], False)
+
+    def linear_bytes(self, shapes: Sequence[tuple[int, ...]], four_bit: bool) -> int:
+        """Bytes of a layer of weights of these shapes, without biases."""
         elements = sum(map(math.prod, shapes))
-        packed = self.device.type == "cpu" and self.dtype == torch.bfloat16
-        dense = 0 if tied and not packed else elements * self.dtype.itemsize
+        dense = elements * self.dtype.itemsize
         if self.mode == "dense":
             return dense
         if self.mode == "int4" and four_bit:
@@ -61,9 +69,11 @@ class LinearMaker:
         return HybridLinear(few, self._dense(dense, bias), _FEW_ROWS) if self.keep_dense else few
 
     def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
-            return PackedLinear(weight, bias)
-        return DenseLinear(weight, bias)
+        return PackedLinear(weight, bias) if self._packs else DenseLinear(weight, bias)
+
+    @property
+    def _packs(self) -> bool:
+        return self.device.type == "cpu" and self.dtype == torch.bfloat16
 
     def _int4(self, weights: Weights, names: Sequence[str], bias: Tensor | None) -> Linear:
         parts = [weights.four_bit(name) for name in names]

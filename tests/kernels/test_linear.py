@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.linear import DenseLinear, HybridLinear, Int4Linear, Int8Linear, Linear, PackedLinear
+from kernels.linear import DenseLinear, HybridLinear, Int4Linear, Int8DynamicLinear, Int8Linear, Linear, PackedLinear
 
 OUT, IN = 96, 64
 
@@ -31,6 +31,19 @@ def test_int4(count: int) -> None:
     weight = codes.float() * scales.repeat_interleave(32, 1) + minima.repeat_interleave(32, 1)
     x = torch.randn(count, IN).bfloat16()
     assert error(Int4Linear(codes, scales, minima)(x), x.float() @ weight.T) < 1e-2
+
+
+@pytest.mark.skipif(not Int8DynamicLinear.is_available(), reason="needs FBGEMM and AVX512-VNNI")
+def test_int8_dynamic_keeps_rows_apart() -> None:
+    """Rows of very different size, of zeros and of NaN or infinity, each as exact as alone."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(OUT, IN), torch.randn(6, IN) * torch.tensor([1, 1e-3, 1e3, 0, 1, 1])[:, None]
+    x[4, 3], x[5, 2] = float("nan"), float("inf")
+    y = Int8DynamicLinear(weight)(x)
+    for row in range(3):
+        assert error(y[row], x[row] @ weight.T) < 2e-2
+    assert y[3].count_nonzero() == 0
+    assert not y[4:].isfinite().any()
 
 
 def test_hybrid_chooses_by_rows() -> None:
