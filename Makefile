@@ -23,7 +23,7 @@ model: $(STAMP) ## fetch the default model (quick if it is there)
 	@$(BIN)/pagetide pull $(MODEL)
 
 demo: model ## serve the default model on the CPU, ask it several things at once, stop
-	@$(BIN)/pagetide demo
+	@$(BIN)/python -m tools.demo
 
 test: model ## all tests that need no GPU, with coverage
 	$(BIN)/pytest -m "not gpu" --cov --cov-report=term $(ARGS)

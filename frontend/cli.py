@@ -241,13 +241,5 @@ def pull(
     typer.echo(path)
 
 
-@app.command(rich_help_panel="Look")
-def demo() -> None:
-    """Serve the default model, ask it several things at once over HTTP and the CLI, show the status, stop."""
-    from frontend.demo import run_demo
-
-    raise typer.Exit(run_demo())
-
-
 if __name__ == "__main__":
     app()

@@ -26,6 +26,7 @@ API = "API server"
 SHORT_LIFE = 10.0  # seconds; a process that dies younger counts as failed
 MAX_SHORT_LIVES = 3  # in a row, then everything ends
 BLAME_DELAY = 0.5  # seconds to see whether the core's death explains another process's
+STARTING_BLAME_DELAY = 2.0  # the same while starting, when the reason matters more than the time
 API_GRACE = 5.0  # seconds for running streams to end
 GRACE = 3.0  # seconds from SIGTERM to SIGKILL for all others
 CRASH_GRACE = 1.0  # the same after the core's death: there is nothing left to finish
@@ -178,7 +179,9 @@ class Supervisor:
             return
         if child.spec.role != CORE:
             # What depends on the core ends with it, and may be seen to end first.
-            await asyncio.sleep(BLAME_DELAY)
+            delay = BLAME_DELAY if self._ready else STARTING_BLAME_DELAY
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), delay)
             if self._stop.is_set():
                 return
         _forget_gauges(child.spec, process.pid)

@@ -163,7 +163,7 @@ def test_the_death_of_the_core_ends_everything_within_two_seconds(short_path: Pa
         killed = time.monotonic()
         os.kill(engine.pid(CORE), signal.SIGKILL)
 
-    with pytest.raises(StartupError, match="^the engine core was killed by SIGKILL$"):
+    with pytest.raises(StartupError, match=r"^the engine core was killed by SIGKILL$"):
         play(short_path, scenario, tokenizer=STUBBORN)
     assert time.monotonic() - killed < 2.0
 
@@ -175,12 +175,21 @@ def test_the_core_is_blamed_for_what_ends_because_of_it(short_path: Path) -> Non
             os.kill(engine.pid(role), signal.SIGKILL)
             await asyncio.sleep(0.01)
 
-    with pytest.raises(StartupError, match="^the engine core was killed"):
+    with pytest.raises(StartupError, match=r"^the engine core was killed"):
         play(short_path, scenario)
 
 
+def test_while_starting_the_core_is_blamed_even_if_it_ends_a_second_later(short_path: Path) -> None:
+    slow = "import sys, time; time.sleep(1.0); sys.exit('error: no such tensor')"
+    with pytest.raises(StartupError, match=r"^the engine core ended: no such tensor$"):
+        play(short_path, never_healthy, core=slow, tokenizer="raise SystemExit('error: the core is gone')")
+
+
 @pytest.mark.parametrize("role", ["core", "tokenizer", "api"])
-def test_a_failed_start_says_the_child_s_own_reason(short_path: Path, role: str) -> None:
+def test_a_failed_start_says_the_child_s_own_reason(
+    short_path: Path, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STARTING_BLAME_DELAY", 0.1)
     with pytest.raises(StartupError, match=r"^the .* ended: no such tensor$"):
         play(short_path, never_healthy, **{role: FAILING})
 

@@ -250,7 +250,7 @@ def test_starts_that_fail_say_why_in_the_last_line(
 
 
 def test_the_demo(environment: dict[str, str], default_model: Path) -> None:
-    command = [*PAGETIDE, "demo"]
+    command = [sys.executable, "-m", "tools.demo"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=55, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished after") == 5

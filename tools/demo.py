@@ -1,10 +1,11 @@
-"""`pagetide demo`: one engine, two API servers and the CLI on the default model, all asked at once."""
+"""`make demo`: one engine, two API servers and the CLI on the default model, all asked at once."""
 
 import concurrent.futures
 import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -199,3 +200,10 @@ def _over_cli(question: Question, directory: Path) -> Iterator[str]:
 
 def _interrupt(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run_demo())
+    except StartupError as error:
+        sys.exit(f"error: {error}")
