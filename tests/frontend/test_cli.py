@@ -36,7 +36,6 @@ def test_every_command_has_a_help_text() -> None:
         "status",
         "plan",
         "pull",
-        "demo",
     ]
     overview = pagetide("--help").output
     for command in commands:
