@@ -24,7 +24,6 @@ from protocol.messages import (
     TextPrompt,
     Tokenized,
     TokenLogprobs,
-    TokenPrompt,
     TokenText,
     pack_i32,
 )
@@ -160,7 +159,3 @@ def run() -> Callable[..., Any]:
         return asyncio.run(main())
 
     return run_scenario
-
-
-def token_prompt(*ids: int) -> TokenPrompt:
-    return TokenPrompt(pack_i32(ids))

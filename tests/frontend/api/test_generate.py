@@ -231,7 +231,7 @@ def test_a_client_that_leaves_ends_its_generation(run: Run, stream: bool, prompt
         assert all(generation.left and not generation.finished for generation in api.client.generations)
         assert bool(client.sent) == stream
         assert "api_disconnects_total 1.0" in (await api.http.get("/metrics")).text
-        assert 'status="499"' in (await api.http.get("/metrics")).text or stream
+        assert 'status="499"' in (await api.http.get("/metrics")).text
 
     run(scenario)
 
@@ -248,5 +248,23 @@ def test_an_interrupted_request_gets_its_error(run: Run, stream: bool) -> None:
         error = events(answer)[-1]["error"] if stream and answer.status_code == 200 else answer.json()["error"]
         assert error["code"] == "shutting_down"
         assert not api.client.open
+
+    run(scenario)
+
+
+def test_a_failure_after_the_head_breaks_the_connection(run: Run) -> None:
+    async def scenario(api: Harness) -> None:
+        client = Client(b'{"prompt": "x"}')
+        send = client.send
+
+        async def break_at_the_body(message: Any) -> None:
+            await send(message)
+            if message["type"] == "http.response.body":
+                raise OSError("broken pipe")
+
+        client.send = break_at_the_body  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="broken pipe"):
+            await client.call(api)
+        assert [message["type"] for message in client.sent] == ["http.response.start", "http.response.body"]
 
     run(scenario)
