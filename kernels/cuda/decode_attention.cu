@@ -1,0 +1,510 @@
+// Paged attention of a few query rows per request, split over the KV length, merged in the same launch.
+//
+// One warp works on 16 keys at a time, straight from global memory to registers, with no shared memory in the loop:
+//   S^T[16 keys x 8 rows] = K Q^T, then O^T[head_dim x 8 rows] += V^T P^T, both as m16n8k16.
+// A query row is one (token, head of the group) pair. QK^T sums over head_dim, so the order of its elements is free:
+// each thread takes the 16 bytes of K that one load gives and the matching elements of Q. Likewise each thread owns a
+// run of head_dim elements of V, for its four keys, and one byte permutation transposes them.
+//
+// The running maximum only has to keep P in range: it moves when a score passes it by 2^8, which is rare.
+//
+// Macros: HEAD_DIM; K_FORMAT, V_FORMAT; ROW_TILES (8 query rows each); QUERY_BF16.
+#include "kv_formats.cuh"
+#include "decode_plan.cuh"
+
+typedef Format<K_FORMAT> KF;
+typedef Format<V_FORMAT> VF;
+
+constexpr int WARPS = 4;
+constexpr int ROWS = 8 * ROW_TILES;
+constexpr int STEPS = HEAD_DIM / 16;               // k-steps of QK^T, m-tiles of V^T P^T
+constexpr int K_ROW = HEAD_DIM * KF::BYTES;        // bytes
+constexpr int V_ROW = HEAD_DIM * VF::BYTES;
+constexpr int K_WORDS = K_ROW / 16;                // words of one key in one thread; four threads share a key
+constexpr int V_WORDS = V_ROW / 32;                // words of one key in one thread; eight threads share a key
+constexpr float LOWEST = -1e30f;                   // stands for minus infinity, without its NaNs
+// Both of K and V in flight at once, where the registers allow it.
+constexpr bool OVERLAP = 2 * K_WORDS + 4 * V_WORDS + STEPS * ROW_TILES * 6 <= 168;
+
+struct Params {
+    const void* query;       // [tokens, kv_heads * group, HEAD_DIM], 16-bit
+    void* out;               // as query
+    const u8* pool;
+    const int* tables;       // [batch, table_stride]
+    const int* lengths;      // [batch] keys, those of the request's own queries included
+    const int* query_start;  // [batch + 1] first token of each request
+    const int* plan;
+    Float4* part_out;        // [2 * grid][ROW_TILES * STEPS * 32]
+    Float4* part_max_sum;    // [2 * grid][ROW_TILES * 4]
+    u32* counters;           // [batch * heads], zero between launches
+    i64 block_stride, k_offset, v_offset, k_scale_offset, v_scale_offset;  // bytes
+    i64 query_stride, out_stride;                                          // elements per token
+    int table_stride, kv_heads, group, row_blocks, block_tiles_log2, window;
+    float scale;             // softmax scale * log2(e)
+};
+
+// First byte, in a row of K, of word i of thread c of four.
+DEVICE int k_offset_of(int i, int c) {
+    constexpr int FULL = K_WORDS / 4 * 4;
+    return i < FULL ? i / 4 * 64 + c * 16 + i % 4 * 4 : FULL * 16 + c * 8 + (i - FULL) * 4;
+}
+
+// First byte, in a row of V, of word i of thread n of eight.
+DEVICE int v_offset_of(int i, int n) {
+    constexpr int FULL = V_WORDS / 4 * 4, HALF = V_WORDS / 2 * 2;
+    if (i < FULL) return i / 4 * 128 + n * 16 + i % 4 * 4;
+    if (i < HALF) return FULL * 32 + n * 8 + (i - FULL) * 4;
+    return HALF * 32 + n * 4;
+}
+
+DEVICE void load_k(u32 (&k)[2][K_WORDS], const u8* base, int n, int c) {
+    constexpr int FULL = K_WORDS / 4 * 4;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const u8* row = base + (n + 8 * r) * K_ROW;
+#pragma unroll
+        for (int i = 0; i < FULL; i += 4) {
+            Words4 w = load_stream4(row + k_offset_of(i, c));
+            k[r][i] = w.x, k[r][i + 1] = w.y, k[r][i + 2] = w.z, k[r][i + 3] = w.w;
+        }
+        if constexpr (K_WORDS % 4 == 2) load_stream2(row + k_offset_of(FULL, c), k[r][FULL], k[r][FULL + 1]);
+    }
+}
+
+// Keys 2c, 2c + 1, 2c + 8, 2c + 9.
+DEVICE void load_v(u32 (&v)[4][V_WORDS], const u8* base, int n, int c) {
+    constexpr int FULL = V_WORDS / 4 * 4, HALF = V_WORDS / 2 * 2;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const u8* row = base + (2 * c + (r & 1) + (r >> 1) * 8) * V_ROW;
+#pragma unroll
+        for (int i = 0; i < FULL; i += 4) {
+            Words4 w = load_stream4(row + v_offset_of(i, n));
+            v[r][i] = w.x, v[r][i + 1] = w.y, v[r][i + 2] = w.z, v[r][i + 3] = w.w;
+        }
+        if constexpr (V_WORDS % 4 >= 2) load_stream2(row + v_offset_of(FULL, n), v[r][FULL], v[r][FULL + 1]);
+        if constexpr (V_WORDS % 2) v[r][HALF] = load_stream1(row + v_offset_of(HALF, n));
+    }
+}
+
+// The query rows of one row block, as B operands.
+DEVICE void load_query(u32 (&q)[ROW_TILES][STEPS][2], const Params& p, int head, int first_row, int token0, int rows,
+                       int n, int c) {
+#pragma unroll
+    for (int nt = 0; nt < ROW_TILES; nt++) {
+        int row = first_row + nt * 8 + n;
+        bool valid = row < rows;
+        int token = valid ? row / p.group : 0, member = valid ? row % p.group : 0;
+        const u16* at = (const u16*)p.query + (token0 + token) * p.query_stride + (head * p.group + member) * HEAD_DIM;
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            int d = k_offset_of(KF::IS_16BIT ? 2 * s : s, c) / KF::BYTES;
+            u32 w[2] = {0, 0};
+            if (valid) {
+                w[0] = *(const u32*)(at + d);
+                w[1] = *(const u32*)(at + d + 2);
+            }
+            if constexpr (QUERY_BF16 && !KF::BF16_MMA) {
+                w[0] = pack_f16(as_float(w[0] << 16), as_float(w[0] & 0xffff0000u));
+                w[1] = pack_f16(as_float(w[1] << 16), as_float(w[1] & 0xffff0000u));
+            }
+            q[nt][s][0] = w[0], q[nt][s][1] = w[1];
+        }
+    }
+}
+
+DEVICE void scores(float (&s)[ROW_TILES][4], const u32 (&k)[2][K_WORDS], const u32 (&q)[ROW_TILES][STEPS][2]) {
+#pragma unroll
+    for (int nt = 0; nt < ROW_TILES; nt++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[nt][e] = 0;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        u32 a0, a1, a2, a3;
+        if constexpr (KF::IS_16BIT) {
+            a0 = k[0][2 * i], a1 = k[1][2 * i], a2 = k[0][2 * i + 1], a3 = k[1][2 * i + 1];
+        } else {
+            decode4<K_FORMAT>(k[0][i], a0, a2);
+            decode4<K_FORMAT>(k[1][i], a1, a3);
+        }
+#pragma unroll
+        for (int nt = 0; nt < ROW_TILES; nt++) mma<KF::BF16_MMA>(s[nt], a0, a1, a2, a3, q[nt][i][0], q[nt][i][1]);
+    }
+}
+
+DEVICE void accumulate(float (&o)[ROW_TILES][STEPS][4], const u32 (&v)[4][V_WORDS], const u32 (&p)[ROW_TILES][2]) {
+#pragma unroll
+    for (int i = 0; i < V_WORDS; i++) {
+        if constexpr (VF::IS_16BIT) {
+            u32 a0 = permute(v[0][i], v[1][i], 0x5410), a1 = permute(v[0][i], v[1][i], 0x7632);
+            u32 a2 = permute(v[2][i], v[3][i], 0x5410), a3 = permute(v[2][i], v[3][i], 0x7632);
+#pragma unroll
+            for (int nt = 0; nt < ROW_TILES; nt++) mma<VF::BF16_MMA>(o[nt][i], a0, a1, a2, a3, p[nt][0], p[nt][1]);
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                u32 a0, a1, a2, a3;
+                decode4<V_FORMAT>(permute(v[0][i], v[1][i], h ? 0x7362 : 0x5140), a0, a1);
+                decode4<V_FORMAT>(permute(v[2][i], v[3][i], h ? 0x7362 : 0x5140), a2, a3);
+#pragma unroll
+                for (int nt = 0; nt < ROW_TILES; nt++)
+                    mma<false>(o[nt][2 * i + h], a0, a1, a2, a3, p[nt][0], p[nt][1]);
+            }
+        }
+    }
+}
+
+DEVICE float max_over_keys(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 4));
+    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 8));
+    return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 16));
+}
+
+DEVICE float sum_over_keys(float x) {
+    x += __shfl_xor_sync(FULL_WARP, x, 4);
+    x += __shfl_xor_sync(FULL_WARP, x, 8);
+    return x + __shfl_xor_sync(FULL_WARP, x, 16);
+}
+
+// What one warp, then one block, then one request's row block has seen. Thread (n, c) holds rows 2c and 2c + 1 of each
+// row tile, and of V the elements of thread n.
+struct State {
+    float o[ROW_TILES][STEPS][4];  // [..][half * 2 + row]
+    float m[ROW_TILES][2];         // in powers of two
+    float l[ROW_TILES][2];
+};
+
+DEVICE void rescale(State& st, int nt, int h, float alpha) {
+    st.l[nt][h] *= alpha;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) st.o[nt][i][h] *= alpha, st.o[nt][i][2 + h] *= alpha;
+}
+
+// Where one request's keys may be read by which row.
+struct Visible {
+    int length;       // keys of the request
+    int first_limit;  // keys that the request's first token sees end here
+    int window;       // 0: none
+    int first_row, group;
+
+    DEVICE bool operator()(int key, int row_in_block) const {
+        int limit = min(first_limit + (first_row + row_in_block) / group, length);
+        return key < limit && (window == 0 || key >= limit - window);
+    }
+    DEVICE bool stored(int key) const { return key < length && (window == 0 || key >= first_limit - window); }
+    DEVICE bool whole(int tile) const {
+        return tile * 16 + 16 <= first_limit && (window == 0 || tile * 16 >= length - window);
+    }
+};
+
+struct Scales { u16 k[2], v[2]; };  // of keys n, n + 8
+
+// Scores to probabilities, as B operands.
+DEVICE void softmax(State& st, float (&s)[ROW_TILES][4], u32 (&packed)[ROW_TILES][2], const Params& p, const Scales& sc,
+                    const Visible& visible, int tile, bool whole, int n, int c) {
+    float k_scale[2] = {p.scale * KF::FACTOR, p.scale * KF::FACTOR}, v_scale[2] = {1, 1}, v_log[2] = {0, 0};
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if constexpr (KF::HAS_SCALE) k_scale[r] *= f16_to_float(sc.k[r]);
+        if constexpr (VF::HAS_SCALE) {
+            v_scale[r] = f16_to_float(sc.v[r]);
+            if (!whole && !visible.stored(tile * 16 + n + 8 * r)) v_scale[r] = 0;
+            v_log[r] = log2_approx(fmaxf(v_scale[r], 1e-8f));
+        }
+    }
+#pragma unroll
+    for (int nt = 0; nt < ROW_TILES; nt++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            s[nt][e] *= k_scale[e >> 1];
+            if (!whole && !visible(tile * 16 + n + 8 * (e >> 1), nt * 8 + 2 * c + (e & 1))) s[nt][e] = negative_infinity();
+        }
+    // P times the scale of V is what has to stay in range: the maximum is that of s + log2(scale).
+    bool over = false;
+#pragma unroll
+    for (int nt = 0; nt < ROW_TILES; nt++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) over |= s[nt][e] + v_log[e >> 1] > st.m[nt][e & 1] + 8;
+    if (__any_sync(FULL_WARP, over)) {
+#pragma unroll
+        for (int nt = 0; nt < ROW_TILES; nt++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float top = max_over_keys(fmaxf(s[nt][h] + v_log[0], s[nt][2 + h] + v_log[1]));
+                float m = fmaxf(st.m[nt][h], top);
+                rescale(st, nt, h, exp2_approx(st.m[nt][h] - m));
+                st.m[nt][h] = m;
+            }
+    }
+#pragma unroll
+    for (int nt = 0; nt < ROW_TILES; nt++) {
+        float e[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            e[i] = exp2_approx(s[nt][i] - st.m[nt][i & 1]);
+            st.l[nt][i & 1] += e[i];
+            if constexpr (VF::HAS_SCALE) e[i] *= v_scale[i >> 1];
+        }
+        packed[nt][0] = transpose_8x8(pack<VF::BF16_MMA>(e[0], e[1]));
+        packed[nt][1] = transpose_8x8(pack<VF::BF16_MMA>(e[2], e[3]));
+    }
+}
+
+// What unused slots hold may be NaN, and 0 * NaN is NaN.
+DEVICE void drop_unstored(u32 (&v)[4][V_WORDS], const Visible& visible, int tile, int c) {
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+        if (!visible.stored(tile * 16 + 2 * c + (r & 1) + (r >> 1) * 8))
+#pragma unroll
+            for (int i = 0; i < V_WORDS; i++) v[r][i] = 0;
+}
+
+// One warp's tiles of a segment: first, first + WARPS, ... below last.
+struct TileReader {
+    const Params& p;
+    const int* table;
+    int head, first, last, lane;
+    int ids, next_ids, index;
+
+    DEVICE int fetch_ids(int from) const {
+        int tile = first + (from + lane) * WARPS;
+        return tile < last ? __ldg(table + (tile >> p.block_tiles_log2)) : 0;
+    }
+    DEVICE void start() {
+        index = 0;
+        ids = fetch_ids(0);
+        next_ids = fetch_ids(32);
+    }
+    DEVICE bool more() const { return first + index * WARPS < last; }
+    DEVICE int tile() const { return first + index * WARPS; }
+    DEVICE void advance() {
+        index++;
+        if ((index & 31) == 0) {
+            ids = next_ids;
+            next_ids = fetch_ids(index + 32);
+        }
+    }
+    DEVICE const u8* block() const { return p.pool + __shfl_sync(FULL_WARP, ids, index & 31) * p.block_stride; }
+    DEVICE int slot() const {  // of the tile's first key, among all KV heads of its block
+        int tiles = 1 << p.block_tiles_log2;
+        return (head * tiles + (tile() & (tiles - 1))) * 16;
+    }
+};
+
+DEVICE void load_scales(Scales& sc, const Params& p, const u8* block, int slot, int n) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if constexpr (KF::HAS_SCALE) sc.k[r] = load_stream_u16(block + p.k_scale_offset + (slot + n + 8 * r) * 2);
+        if constexpr (VF::HAS_SCALE) sc.v[r] = load_stream_u16(block + p.v_scale_offset + (slot + n + 8 * r) * 2);
+    }
+}
+
+DEVICE void attend(State& st, const Params& p, const u32 (&q)[ROW_TILES][STEPS][2], TileReader tiles,
+                   const Visible& visible) {
+    int n = tiles.lane >> 2, c = tiles.lane & 3;
+    u32 k[2][K_WORDS], v[4][V_WORDS];
+    Scales scales_now;
+    if (!tiles.more()) return;
+    tiles.start();
+    const u8* block = tiles.block();
+    int slot = tiles.slot();
+    load_k(k, block + p.k_offset + slot * K_ROW, n, c);
+    load_scales(scales_now, p, block, slot, n);
+    if constexpr (OVERLAP) load_v(v, block + p.v_offset + slot * V_ROW, n, c);
+    while (true) {
+        int tile = tiles.tile();
+        bool whole = visible.whole(tile);
+        float s[ROW_TILES][4];
+        u32 packed[ROW_TILES][2];
+        scores(s, k, q);
+        if constexpr (!OVERLAP) load_v(v, block + p.v_offset + slot * V_ROW, n, c);
+        Scales sc = scales_now;
+        tiles.advance();
+        bool more = tiles.more();
+        if (more) {
+            block = tiles.block();
+            slot = tiles.slot();
+            if constexpr (OVERLAP) load_k(k, block + p.k_offset + slot * K_ROW, n, c);
+            load_scales(scales_now, p, block, slot, n);
+        }
+        softmax(st, s, packed, p, sc, visible, tile, whole, n, c);
+        if (!whole) drop_unstored(v, visible, tile, c);
+        accumulate(st.o, v, packed);
+        if (!more) break;
+        if constexpr (!OVERLAP) load_k(k, block + p.k_offset + slot * K_ROW, n, c);
+        else load_v(v, block + p.v_offset + slot * V_ROW, n, c);
+    }
+}
+
+__shared__ Float4 shared_out[2][ROW_TILES][STEPS][32];
+__shared__ float shared_max[WARPS][ROWS], shared_sum[WARPS][ROWS];
+
+// Merge the warps: afterwards the first STEPS / WARPS (rounded up) entries of o, at i = warp + WARPS * j, are the block's.
+DEVICE void merge_warps(State& st, int warp, int lane) {
+    int n = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int nt = 0; nt < ROW_TILES; nt++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            st.l[nt][h] = sum_over_keys(st.l[nt][h]);
+            if (n == 0) {
+                shared_max[warp][nt * 8 + 2 * c + h] = st.m[nt][h];
+                shared_sum[warp][nt * 8 + 2 * c + h] = st.l[nt][h];
+            }
+        }
+    __syncthreads();
+#pragma unroll
+    for (int nt = 0; nt < ROW_TILES; nt++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float m = LOWEST, l = 0, mine = st.m[nt][h];
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) m = fmaxf(m, shared_max[w][nt * 8 + 2 * c + h]);
+#pragma unroll
+            for (int w = 0; w < WARPS; w++)
+                l += shared_sum[w][nt * 8 + 2 * c + h] * exp2_approx(shared_max[w][nt * 8 + 2 * c + h] - m);
+            rescale(st, nt, h, exp2_approx(mine - m));
+            st.m[nt][h] = m;
+            st.l[nt][h] = l;
+        }
+#pragma unroll
+    for (int round = 0; round < WARPS / 2; round++) {
+        if (warp / 2 == round)
+#pragma unroll
+            for (int nt = 0; nt < ROW_TILES; nt++)
+#pragma unroll
+                for (int i = 0; i < STEPS; i++) {
+                    Float4& at = shared_out[warp & 1][nt][i][lane];
+                    Float4 o = {st.o[nt][i][0], st.o[nt][i][1], st.o[nt][i][2], st.o[nt][i][3]};
+                    if (round) o.x += at.x, o.y += at.y, o.z += at.z, o.w += at.w;
+                    at = o;
+                }
+        __syncthreads();
+    }
+}
+
+// Write elements 2i and 2i + 1 of thread n for rows 2c and 2c + 1.
+DEVICE void write_out(const Params& p, int i, int nt, const Float4& o, const float (&l)[2], int head, int first_row,
+                      int token0, int rows, int n, int c) {
+    int element = VF::IS_16BIT ? v_offset_of(i, n) / 2 : v_offset_of(i / 2, n) + i % 2 * 2;
+    float values[2][2] = {{o.x, o.z}, {o.y, o.w}};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int row = first_row + nt * 8 + 2 * c + h;
+        if (row >= rows) continue;
+        float inverse = l[h] == 0 ? 0 : VF::FACTOR / l[h];
+        u16* at = (u16*)p.out + (token0 + row / p.group) * p.out_stride + (head * p.group + row % p.group) * HEAD_DIM;
+        *(u32*)(at + element) = pack<QUERY_BF16>(values[h][0] * inverse, values[h][1] * inverse);
+    }
+}
+
+__shared__ u32 shared_arrived;
+
+// Combine the parts of one row block in their order, so that the result does not depend on who came last.
+DEVICE void merge_parts(const Params& p, int first_part, int parts, int head, int first_row, int token0, int rows, int warp,
+                        int lane) {
+    constexpr int OWN = (STEPS + WARPS - 1) / WARPS;
+    int n = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int nt = 0; nt < ROW_TILES; nt++) {
+        float m[2] = {LOWEST, LOWEST}, l[2] = {0, 0};
+        Float4 o[OWN];
+#pragma unroll
+        for (int j = 0; j < OWN; j++) o[j] = {0, 0, 0, 0};
+#pragma unroll 4
+        for (int part = 0; part < parts; part++) {
+            i64 slot = 2 * (i64)(first_part + part) + (part < parts - 1);
+            Float4 ms = load_l2(p.part_max_sum + (slot * ROW_TILES + nt) * 4 + c);  // max, sum of row 2c; of 2c + 1
+            Float4 part_o[OWN];
+#pragma unroll
+            for (int j = 0; j < OWN; j++)
+                if (warp + WARPS * j < STEPS)
+                    part_o[j] = load_l2(p.part_out + ((slot * ROW_TILES + nt) * STEPS + warp + WARPS * j) * 32 + lane);
+            float part_m[2] = {ms.x, ms.z}, part_l[2] = {ms.y, ms.w}, old[2], add[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float top = fmaxf(m[h], part_m[h]);
+                old[h] = exp2_approx(m[h] - top);
+                add[h] = exp2_approx(part_m[h] - top);
+                m[h] = top;
+                l[h] = l[h] * old[h] + part_l[h] * add[h];
+            }
+#pragma unroll
+            for (int j = 0; j < OWN; j++) {
+                o[j].x = o[j].x * old[0] + part_o[j].x * add[0];
+                o[j].y = o[j].y * old[1] + part_o[j].y * add[1];
+                o[j].z = o[j].z * old[0] + part_o[j].z * add[0];
+                o[j].w = o[j].w * old[1] + part_o[j].w * add[1];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < OWN; j++)
+            if (warp + WARPS * j < STEPS)
+                write_out(p, warp + WARPS * j, nt, o[j], l, head, first_row, token0, rows, n, c);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(const __grid_constant__ Params p) {
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
+    int per_block = p.plan[0], total = p.plan[1];
+    int position = blockIdx.x * per_block, end = min(position + per_block, total);
+    if (position >= end) return;
+    PlanEntry at = ((const PlanEntry*)(p.plan + PLAN_HEADER))[blockIdx.x];
+    int heads = p.kv_heads * p.row_blocks;
+    while (position < end) {
+        int length = p.lengths[at.request], token0 = p.query_start[at.request];
+        int tokens = p.query_start[at.request + 1] - token0;
+        TileRange range = tile_range(length, tokens, p.window);
+        int take = min(range.count - at.tile, end - position);
+        int head = at.head / p.row_blocks, first_row = at.head % p.row_blocks * ROWS, rows = tokens * p.group;
+        Visible visible = {length, length - tokens + 1, p.window, first_row, p.group};
+
+        u32 q[ROW_TILES][STEPS][2];
+        load_query(q, p, head, first_row, token0, rows, n, c);
+        State st;
+#pragma unroll
+        for (int nt = 0; nt < ROW_TILES; nt++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                st.m[nt][h] = LOWEST, st.l[nt][h] = 0;
+#pragma unroll
+                for (int i = 0; i < STEPS; i++) st.o[nt][i][h] = st.o[nt][i][2 + h] = 0;
+            }
+        int first = range.first + at.tile;
+        TileReader tiles = {p, p.tables + (i64)at.request * p.table_stride, head, first + warp, first + take, lane, 0, 0, 0};
+        if (length > 0 && first_row < rows) attend(st, p, q, tiles, visible);
+        merge_warps(st, warp, lane);
+
+        int segment = position - at.tile;  // where this row block's tiles begin
+        int first_block = segment / per_block, last_block = (segment + range.count - 1) / per_block;
+        int parts = last_block - first_block + 1;
+        i64 slot = 2 * (i64)blockIdx.x + (blockIdx.x < last_block);
+#pragma unroll
+        for (int nt = 0; nt < ROW_TILES; nt++)
+            for (int i = warp; i < STEPS; i += WARPS) {
+                Float4 a = shared_out[0][nt][i][lane], b = shared_out[1][nt][i][lane];
+                Float4 o = {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+                if (parts == 1) write_out(p, i, nt, o, st.l[nt], head, first_row, token0, rows, n, c);
+                else p.part_out[((slot * ROW_TILES + nt) * STEPS + i) * 32 + lane] = o;
+            }
+        if (parts > 1) {
+            if (warp == 0 && n == 0)
+#pragma unroll
+                for (int nt = 0; nt < ROW_TILES; nt++)
+                    p.part_max_sum[(slot * ROW_TILES + nt) * 4 + c] = {st.m[nt][0], st.l[nt][0], st.m[nt][1], st.l[nt][1]};
+            __threadfence();
+            __syncthreads();
+            if (threadIdx.x == 0)  // wraps to 0 with the last part, ready for the next launch
+                shared_arrived = atomicInc(p.counters + at.request * heads + at.head, parts - 1);
+            __syncthreads();
+            if (shared_arrived == parts - 1) {
+                __threadfence();
+                merge_parts(p, first_block, parts, head, first_row, token0, rows, warp, lane);
+            }
+        }
+        __syncthreads();  // shared memory is free again
+        position += take;
+        at.tile = 0;
+        if (++at.head == heads) at.head = 0, at.request++;
+    }
+}

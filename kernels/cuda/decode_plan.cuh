@@ -1,0 +1,16 @@
+// What the planner and the attention kernel agree on. The tiles of all (request, head) pairs stand in one line, which
+// is cut into equal pieces, one per block of the grid.
+#pragma once
+#include "common.cuh"
+
+#define PLAN_HEADER 4  // ints: tiles per block, tiles in all, two unused; then one PlanEntry per block
+
+struct __align__(16) PlanEntry { int request, head, tile, unused; };  // tile counts from the request's first
+
+struct TileRange { int first, count; };
+
+// Tiles of 16 keys that the `tokens` last positions of a request see. Never empty: somebody has to write zeros.
+DEVICE TileRange tile_range(int length, int tokens, int window) {
+    int low = window ? max(0, length - tokens + 1 - window) : 0;
+    return {low / 16, max(1, (length + 15) / 16 - low / 16)};
+}

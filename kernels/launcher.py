@@ -1,0 +1,127 @@
+"""Loading machine code and launching it on torch's current stream, through the driver and ctypes.
+
+A launch packs its arguments into one C struct, in place, and calls cuLaunchKernel: about the cost of the driver call.
+"""
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from kernels.compiler import Binary, KernelError, Variant, build, compile_variant, target_of
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise KernelError(f"no CUDA driver: {error}") from error
+    uint, pointer = ctypes.c_uint, ctypes.c_void_p
+    library.cuLaunchKernel.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]
+    return library
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(result, ctypes.byref(name))
+        raise KernelError(f"{what}: {(name.value or b'error').decode()} ({result})")
+
+
+def driver_version() -> str:
+    """The CUDA version that the driver supports, as `13.0`."""
+    version = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+@functools.cache
+def device_target(device: int) -> str:
+    """What to compile for on CUDA device `device`. Raises KernelError if it is too old."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return target_of(major * 10 + minor, torch.cuda.get_device_name(device), driver_version())
+
+
+class Kernel:
+    """One kernel on one device. Not for two threads at once: a launch writes into the kernel's own argument struct.
+
+    `layout` is the struct's format as of the struct module, with native alignment: that of the C struct in the source.
+    """
+
+    def __init__(
+        self, binary: Binary, entry: str, layout: str, threads: int, device: int, shared_bytes: int = 0
+    ) -> None:
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the context
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            _check(_driver().cuModuleLoadData(ctypes.byref(module), binary.image), f"load {entry}")
+            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"find {entry}")
+        if shared_bytes > 48 * 1024:
+            _check(
+                _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes),
+                f"{entry} with {shared_bytes} bytes of shared memory",
+            )
+        self._module = module  # never unloaded: a captured graph may hold the function
+        self._function, self._entry, self._threads, self._shared = function, entry, threads, shared_bytes
+        self._struct = struct.Struct("@" + layout)
+        self._arguments = ctypes.create_string_buffer(self._struct.size)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
+        self._pack, self._launch, self._device = self._struct.pack_into, _driver().cuLaunchKernel, device
+        self._stream = torch._C._cuda_getCurrentRawStream
+
+    def blocks_per_multiprocessor(self) -> int:
+        """How many blocks of this kernel fit on a multiprocessor at once."""
+        blocks = ctypes.c_int()
+        _check(
+            _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(blocks), self._function, self._threads, ctypes.c_size_t(self._shared)
+            ),
+            f"occupancy of {self._entry}",
+        )
+        return blocks.value
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: int | float) -> None:
+        """Launch on the current stream of torch; safe in a graph capture."""
+        self._pack(self._arguments, 0, *arguments)
+        result = self._launch(
+            self._function, *grid, self._threads, 1, 1, self._shared, self._stream(self._device), self._parameters, None
+        )
+        if result:
+            _check(result, f"launch {self._entry} on a grid of {grid}")
+
+
+_loaded: dict[tuple[Variant, int], Kernel] = {}
+_lock = threading.Lock()
+
+
+def kernel(variant: Variant, layout: str, threads: int, device: int, shared_bytes: int = 0) -> Kernel:
+    """The kernel of a variant on a device, compiled and loaded once. Load before any graph capture."""
+    found = _loaded.get((variant, device))
+    if found is None:
+        with _lock:
+            binary = compile_variant(variant, device_target(device))
+            found = _loaded.setdefault(
+                (variant, device), Kernel(binary, variant.entry, layout, threads, device, shared_bytes)
+            )
+    return found
+
+
+def build_for(variants: Iterable[Variant], device: int) -> None:
+    """Compile side by side what `kernel` will then find in the cache."""
+    build((variant, device_target(device)) for variant in variants)
+
+
+def probe(device: int) -> None:
+    """Compile, load and launch the smallest kernel. Raises KernelError that names what is missing."""
+    out = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
+    kernel(Variant("probe.cu"), "P", 1, device)((1, 1, 1), out.data_ptr())
+    if out.item() != 1:
+        raise KernelError(
+            f"a kernel for {device_target(device)} runs on {torch.cuda.get_device_name(device)} but writes nothing"
+        )
