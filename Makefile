@@ -46,7 +46,7 @@ type: $(STAMP) ## mypy, strict
 layers: $(STAMP) ## who may import whom
 	$(BIN)/lint-imports --no-logo
 
-check: lint type layers ## everything but the tests
+check: lint type layers test ## everything: style, types, layers, tests
 
 bench: model ## the benchmarks, as JSON and as tables
 	@for bench in tools/bench_*.py; do echo "== $$bench"; $(BIN)/python "$$bench" || exit 1; done

@@ -214,7 +214,7 @@ class EngineClient:
             self._generations[request_id] = generation
         try:
             self._send(generation.tokenizer, generation.submit())
-        except PagetideError:
+        except BaseException:
             self.leave(generation)
             raise
 
