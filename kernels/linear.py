@@ -59,10 +59,10 @@ class Int8Linear:
 
 
 class Int8DynamicLinear:
-    """int8 per output row times uint8 activations, scaled per row of x (FBGEMM, x86): the fastest form of a wide head.
+    """int8 weights per output row, activations in two 8-bit pieces (FBGEMM, x86): for a wide head and few rows.
 
-    FBGEMM has one scale for all of x, so rows are brought to an absolute maximum of 1 first: a row's result depends on
-    its neighbours in the last bit of its codes only, and not at all on one that is not finite.
+    FBGEMM quantises float rows with one scale for all. So rows come as integers, in two pieces (one would lose
+    accuracy), below a guard row that makes that scale exactly 1: no row depends on its neighbours, finite or not.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -73,6 +73,8 @@ class Int8DynamicLinear:
             warnings.simplefilter("ignore", UserWarning)  # torch 2.13 announces the removal of quantised tensors
             codes = torch.quantize_per_channel(weight.float(), scale, zeros, 0, torch.qint8)
             self._packed = torch.ops.quantized.linear_prepack(codes, None)
+        self._guard = torch.zeros(1, weight.shape[1])
+        self._guard[0, :2] = torch.tensor([-128.0, 127.0])
 
     @staticmethod
     def is_available() -> bool:
@@ -83,10 +85,12 @@ class Int8DynamicLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Like `Linear`, but to float32; rows that are not finite give rows of NaN."""
         rows = x.float()
-        largest = rows.abs().amax(-1, keepdim=True)
-        unit = (rows / largest).nan_to_num_()
-        y: Tensor = torch.ops.quantized.linear_dynamic(unit, self._packed, False)
-        return y.mul_(largest)
+        unit = rows.abs().amax(-1, keepdim=True) / 127
+        scaled = (rows / unit).nan_to_num_()
+        coarse = scaled.round()
+        fine = ((scaled - coarse) * 254).round_()
+        y: Tensor = torch.ops.quantized.linear_dynamic(torch.cat((self._guard, coarse, fine)), self._packed, False)
+        return y[1 : 1 + len(x)].add_(y[1 + len(x) :], alpha=1 / 254).mul_(unit)
 
 
 class Int4Linear:

@@ -12,6 +12,7 @@ from kernels.linear import DenseLinear, HybridLinear, Int4Linear, Int8DynamicLin
 from protocol.errors import StartupError
 
 _FEW_ROWS = 2  # up to here the quantised forms beat dense bfloat16 (measured on Zen 5; AMX moves it to 1)
+_FEW_HEAD_ROWS = 8  # the same for the head in int8
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,13 @@ class LinearMaker:
 
     def head(self, weight: Tensor) -> Linear:
         """The head `[vocab, hidden]`; its logits may be float32 whatever the dtype."""
-        if self.mode != "dense" and Int8DynamicLinear.is_available():
-            return Int8DynamicLinear(weight)
-        return self._from_dense(weight, None, None)
+        if self.mode == "dense" or not Int8DynamicLinear.is_available():
+            return self._from_dense(weight, None, None)
+        few = Int8DynamicLinear(weight)
+        return HybridLinear(few, self._dense(weight, None), _FEW_HEAD_ROWS) if self.keep_dense else few
 
     def head_bytes(self, shape: tuple[int, int], tied: bool) -> int:
         """Bytes of the head, beside the embedding if `tied`."""
-        if self.mode != "dense" and Int8DynamicLinear.is_available():
-            return math.prod(shape) + 12 * shape[0]  # scale, zero point, column sum
         is_embedding = tied and self.mode == "dense" and not self._packs
         return 0 if is_embedding else self.linear_bytes([shape], False)
 
