@@ -20,9 +20,10 @@ from statistics import median
 from typing import Any
 
 from frontend.engine_client import EngineClient
+from frontend.models import DEFAULT_MODEL, local_path
 from protocol.config import EngineConfig
 from protocol.messages import SamplingParams, TextParams, TokenPrompt, pack_i32
-from tools.local_engine import LocalEngine, default_model
+from tools.local_engine import LocalEngine
 
 SHORT_PROMPT = 8  # tokens
 
@@ -105,7 +106,7 @@ class Transformers:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=default_model())
+    parser.add_argument("--model", type=Path, default=local_path(DEFAULT_MODEL))
     parser.add_argument("--streams", default="1,4,8")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prefill", type=int, default=512)

@@ -1,7 +1,6 @@
 """An engine's processes, as `pagetide serve` starts them but without supervisor and HTTP: for benchmarks and tests."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -14,13 +13,6 @@ from protocol.config import EngineConfig, dump_config
 from protocol.runtime_dir import RuntimeDir
 
 ROOT = Path(__file__).parents[1]
-MODEL_FILE = "smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def default_model() -> Path:
-    """Where `pagetide pull` puts the default model."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("PAGETIDE_TEST_MODEL") or cache / "pagetide" / "models" / MODEL_FILE)
 
 
 class LocalEngine:

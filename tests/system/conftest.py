@@ -10,7 +10,7 @@ import pytest
 from frontend.engine_client import EngineClient
 from protocol.config import EngineConfig
 from protocol.messages import CoreStatus
-from tools.local_engine import LocalEngine, default_model
+from tools.local_engine import LocalEngine
 
 
 async def status_where(client: EngineClient, condition: Callable[[CoreStatus], bool]) -> CoreStatus:
@@ -26,14 +26,6 @@ def is_idle(status: CoreStatus) -> bool:
     blocks = status.gauges
     held = blocks["kv_blocks_total"] - blocks["kv_blocks_free"] - blocks["kv_blocks_cached"]
     return status.waiting == 0 and status.running == 0 and held == 0
-
-
-@pytest.fixture(scope="session")
-def model_path() -> Path:
-    path = default_model()
-    if not path.exists():
-        pytest.skip("the default model is not there; `pagetide pull` fetches it")
-    return path
 
 
 @pytest.fixture

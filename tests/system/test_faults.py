@@ -25,8 +25,8 @@ ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(start: Callable[..., LocalEngine], model_path: Path) -> LocalEngine:
-    return start(model=str(model_path), device="null", num_blocks=4096, max_running=256)
+def engine(start: Callable[..., LocalEngine], default_model: Path) -> LocalEngine:
+    return start(model=str(default_model), device="null", num_blocks=4096, max_running=256)
 
 
 def stream(client: EngineClient, sampling: SamplingParams = ENDLESS) -> Generation:

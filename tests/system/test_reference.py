@@ -57,8 +57,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_ids_equal_the_reference(start: Callable[..., LocalEngine], model_path: Path, variant: str) -> None:
-    engine = start(model=str(model_path), dtype="fp32", weights="dense", **VARIANTS[variant])
+def test_greedy_ids_equal_the_reference(start: Callable[..., LocalEngine], default_model: Path, variant: str) -> None:
+    engine = start(model=str(default_model), dtype="fp32", weights="dense", **VARIANTS[variant])
 
     async def scenario(client: EngineClient) -> None:
         if variant == "alone":
