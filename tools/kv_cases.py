@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cuda_attention import KVLayout, plain_layout
+from kernels.cuda_layout import KVLayout, plain_layout
 
 FP8 = {
     "e4m3": (torch.float8_e4m3fn, 448.0),

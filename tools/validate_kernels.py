@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV, plain_layout
+from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV
+from kernels.cuda_layout import plain_layout
 from kernels.launcher import driver_version, probe
 from tools.environment import describe
 from tools.kv_cases import Case, compare, decode, make_case, reference, rows_of
@@ -31,8 +32,8 @@ def attend(op: str, case: Case) -> torch.Tensor:
     batch = case.tables, case.lengths, case.query_start
     if op == "decode":
         attention = DecodeAttention(*kinds, case.query.dtype, DEVICE, len(case.lengths), case.most_queries)
-        attention.plan(case.lengths, case.query_start)
-        attention(layout, case.pool, case.query, out, *batch)
+        attention.plan(*batch)
+        attention(layout, case.pool, case.query, out)
     else:
         PrefillAttention(*kinds, case.query.dtype, DEVICE)(
             layout, case.pool, case.query, out, *batch, case.most_queries

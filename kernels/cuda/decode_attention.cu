@@ -22,6 +22,8 @@ constexpr int K_ROW = HEAD_DIM * KF::BYTES;        // bytes
 constexpr int V_ROW = HEAD_DIM * VF::BYTES;
 constexpr int K_WORDS = K_ROW / 16;                // words of one key in one thread; four threads share a key
 constexpr int V_WORDS = V_ROW / 32;                // words of one key in one thread; eight threads share a key
+constexpr int PARTS_AT_ONCE = HEAD_DIM * ROW_TILES > 128 ? 1 : 2;  // as the registers allow
+constexpr int LEAST_RESIDENT = HEAD_DIM * ROW_TILES > 128 ? 1 : HEAD_DIM > 64 ? 3 : 4;  // blocks per multiprocessor
 constexpr float LOWEST = -1e30f;                   // stands for minus infinity, without its NaNs
 // Both of K and V in flight at once, where the registers allow it.
 constexpr bool OVERLAP = 2 * K_WORDS + 4 * V_WORDS + STEPS * ROW_TILES * 6 <= 168;
@@ -305,7 +307,6 @@ DEVICE void attend(State& st, const Params& p, const u32 (&q)[ROW_TILES][STEPS][
     u32 k[2][K_WORDS], v[4][V_WORDS];
     Scales scales_now;
     if (!tiles.more()) return;
-    tiles.start();
     const u8* block = tiles.block();
     int slot = tiles.slot();
     load_k(k, block + p.k_offset + slot * K_ROW, n, c);
@@ -339,7 +340,7 @@ DEVICE void attend(State& st, const Params& p, const u32 (&q)[ROW_TILES][STEPS][
 __shared__ Float4 shared_out[2][ROW_TILES][STEPS][32];
 __shared__ float shared_max[WARPS][ROWS], shared_sum[WARPS][ROWS];
 
-// Merge the warps: afterwards the first STEPS / WARPS (rounded up) entries of o, at i = warp + WARPS * j, are the block's.
+// Merge the warps: m and l of the state are then the block's, and `merged` gives its o.
 DEVICE void merge_warps(State& st, int warp, int lane) {
     int n = lane >> 2, c = lane & 3;
 #pragma unroll
@@ -383,6 +384,11 @@ DEVICE void merge_warps(State& st, int warp, int lane) {
     }
 }
 
+DEVICE Float4 merged(int nt, int i, int lane) {
+    Float4 a = shared_out[0][nt][i][lane], b = shared_out[1][nt][i][lane];
+    return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
 // Write elements 2i and 2i + 1 of thread n for rows 2c and 2c + 1.
 DEVICE void write_out(const Params& p, int i, int nt, const Float4& o, const float (&l)[2], int head, int first_row,
                       int token0, int rows, int n, int c) {
@@ -398,113 +404,113 @@ DEVICE void write_out(const Params& p, int i, int nt, const Float4& o, const flo
     }
 }
 
-__shared__ u32 shared_arrived;
-
-// Combine the parts of one row block in their order, so that the result does not depend on who came last.
-DEVICE void merge_parts(const Params& p, int first_part, int parts, int head, int first_row, int token0, int rows, int warp,
-                        int lane) {
-    constexpr int OWN = (STEPS + WARPS - 1) / WARPS;
+// What one warp has seen of the parts of a row block, in their order, so that the result does not depend on who came
+// last. Parts of `WARPS` warps are then merged like tiles.
+DEVICE void gather_parts(State& st, const Params& p, int first_part, int parts, int warp, int lane) {
     int n = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int nt = 0; nt < ROW_TILES; nt++) {
-        float m[2] = {LOWEST, LOWEST}, l[2] = {0, 0};
-        Float4 o[OWN];
+#pragma unroll PARTS_AT_ONCE
+        for (int part = warp; part < parts; part += WARPS) {
+            i64 slot = (2 * (i64)(first_part + part) + (part < parts - 1)) * ROW_TILES + nt;
+            Float4 ms = load_l2(p.part_max_sum + slot * 4 + c);  // max, sum of row 2c; of 2c + 1
+            Float4 o[STEPS];
 #pragma unroll
-        for (int j = 0; j < OWN; j++) o[j] = {0, 0, 0, 0};
-#pragma unroll 4
-        for (int part = 0; part < parts; part++) {
-            i64 slot = 2 * (i64)(first_part + part) + (part < parts - 1);
-            Float4 ms = load_l2(p.part_max_sum + (slot * ROW_TILES + nt) * 4 + c);  // max, sum of row 2c; of 2c + 1
-            Float4 part_o[OWN];
-#pragma unroll
-            for (int j = 0; j < OWN; j++)
-                if (warp + WARPS * j < STEPS)
-                    part_o[j] = load_l2(p.part_out + ((slot * ROW_TILES + nt) * STEPS + warp + WARPS * j) * 32 + lane);
-            float part_m[2] = {ms.x, ms.z}, part_l[2] = {ms.y, ms.w}, old[2], add[2];
+            for (int i = 0; i < STEPS; i++) o[i] = load_l2(p.part_out + (slot * STEPS + i) * 32 + lane);
+            float part_m[2] = {ms.x, ms.z}, part_l[2] = {ms.y, ms.w}, add[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float top = fmaxf(m[h], part_m[h]);
-                old[h] = exp2_approx(m[h] - top);
+                float top = fmaxf(st.m[nt][h], part_m[h]);
+                rescale(st, nt, h, exp2_approx(st.m[nt][h] - top));
                 add[h] = exp2_approx(part_m[h] - top);
-                m[h] = top;
-                l[h] = l[h] * old[h] + part_l[h] * add[h];
+                st.m[nt][h] = top;
+                if (n == 0) st.l[nt][h] += part_l[h] * add[h];  // the sum over threads comes later
             }
 #pragma unroll
-            for (int j = 0; j < OWN; j++) {
-                o[j].x = o[j].x * old[0] + part_o[j].x * add[0];
-                o[j].y = o[j].y * old[1] + part_o[j].y * add[1];
-                o[j].z = o[j].z * old[0] + part_o[j].z * add[0];
-                o[j].w = o[j].w * old[1] + part_o[j].w * add[1];
+            for (int i = 0; i < STEPS; i++) {
+                st.o[nt][i][0] += o[i].x * add[0];
+                st.o[nt][i][1] += o[i].y * add[1];
+                st.o[nt][i][2] += o[i].z * add[0];
+                st.o[nt][i][3] += o[i].w * add[1];
             }
         }
-#pragma unroll
-        for (int j = 0; j < OWN; j++)
-            if (warp + WARPS * j < STEPS)
-                write_out(p, warp + WARPS * j, nt, o[j], l, head, first_row, token0, rows, n, c);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(const __grid_constant__ Params p) {
+DEVICE void clear(State& st) {
+#pragma unroll
+    for (int nt = 0; nt < ROW_TILES; nt++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            st.m[nt][h] = LOWEST, st.l[nt][h] = 0;
+#pragma unroll
+            for (int i = 0; i < STEPS; i++) st.o[nt][i][h] = st.o[nt][i][2 + h] = 0;
+        }
+}
+
+__shared__ u32 shared_arrived;
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
+    decode_attention(const __grid_constant__ Params p) {
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
+    PlanEntry at = ((const PlanEntry*)(p.plan + PLAN_HEADER))[blockIdx.x];
     int per_block = p.plan[0], total = p.plan[1];
     int position = blockIdx.x * per_block, end = min(position + per_block, total);
-    if (position >= end) return;
-    PlanEntry at = ((const PlanEntry*)(p.plan + PLAN_HEADER))[blockIdx.x];
     int heads = p.kv_heads * p.row_blocks;
     while (position < end) {
-        int length = p.lengths[at.request], token0 = p.query_start[at.request];
-        int tokens = p.query_start[at.request + 1] - token0;
-        TileRange range = tile_range(length, tokens, p.window);
-        int take = min(range.count - at.tile, end - position);
-        int head = at.head / p.row_blocks, first_row = at.head % p.row_blocks * ROWS, rows = tokens * p.group;
-        Visible visible = {length, length - tokens + 1, p.window, first_row, p.group};
-
-        u32 q[ROW_TILES][STEPS][2];
-        load_query(q, p, head, first_row, token0, rows, n, c);
-        State st;
-#pragma unroll
-        for (int nt = 0; nt < ROW_TILES; nt++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                st.m[nt][h] = LOWEST, st.l[nt][h] = 0;
-#pragma unroll
-                for (int i = 0; i < STEPS; i++) st.o[nt][i][h] = st.o[nt][i][2 + h] = 0;
-            }
-        int first = range.first + at.tile;
+        TileRange range = tile_range(at.length, at.tokens, p.window);
+        int take = min(range.count - at.tile, end - position), first = range.first + at.tile;
+        int head = at.head / p.row_blocks, first_row = at.head % p.row_blocks * ROWS, rows = at.tokens * p.group;
         TileReader tiles = {p, p.tables + (i64)at.request * p.table_stride, head, first + warp, first + take, lane, 0, 0, 0};
-        if (length > 0 && first_row < rows) attend(st, p, q, tiles, visible);
+        State st;
+        clear(st);
+        if (at.length > 0 && first_row < rows) {
+            Visible visible = {at.length, at.length - at.tokens + 1, p.window, first_row, p.group};
+            tiles.start();
+            u32 q[ROW_TILES][STEPS][2];
+            load_query(q, p, head, first_row, at.token0, rows, n, c);
+            attend(st, p, q, tiles, visible);
+        }
         merge_warps(st, warp, lane);
 
         int segment = position - at.tile;  // where this row block's tiles begin
         int first_block = segment / per_block, last_block = (segment + range.count - 1) / per_block;
         int parts = last_block - first_block + 1;
-        i64 slot = 2 * (i64)blockIdx.x + (blockIdx.x < last_block);
+        bool finish = parts == 1;
+        if (!finish) {
+            i64 slot = (2 * (i64)blockIdx.x + (blockIdx.x < last_block)) * ROW_TILES;
 #pragma unroll
-        for (int nt = 0; nt < ROW_TILES; nt++)
-            for (int i = warp; i < STEPS; i += WARPS) {
-                Float4 a = shared_out[0][nt][i][lane], b = shared_out[1][nt][i][lane];
-                Float4 o = {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-                if (parts == 1) write_out(p, i, nt, o, st.l[nt], head, first_row, token0, rows, n, c);
-                else p.part_out[((slot * ROW_TILES + nt) * STEPS + i) * 32 + lane] = o;
+            for (int nt = 0; nt < ROW_TILES; nt++) {
+                for (int i = warp; i < STEPS; i += WARPS)
+                    p.part_out[((slot + nt) * STEPS + i) * 32 + lane] = merged(nt, i, lane);
+                if (warp == 0 && n == 0)
+                    p.part_max_sum[(slot + nt) * 4 + c] = {st.m[nt][0], st.l[nt][0], st.m[nt][1], st.l[nt][1]};
             }
-        if (parts > 1) {
-            if (warp == 0 && n == 0)
-#pragma unroll
-                for (int nt = 0; nt < ROW_TILES; nt++)
-                    p.part_max_sum[(slot * ROW_TILES + nt) * 4 + c] = {st.m[nt][0], st.l[nt][0], st.m[nt][1], st.l[nt][1]};
             __threadfence();
             __syncthreads();
             if (threadIdx.x == 0)  // wraps to 0 with the last part, ready for the next launch
                 shared_arrived = atomicInc(p.counters + at.request * heads + at.head, parts - 1);
             __syncthreads();
-            if (shared_arrived == parts - 1) {
+            finish = shared_arrived == parts - 1;
+            if (finish) {
                 __threadfence();
-                merge_parts(p, first_block, parts, head, first_row, token0, rows, warp, lane);
+                clear(st);
+                gather_parts(st, p, first_block, parts, warp, lane);
+                merge_warps(st, warp, lane);
             }
         }
+        if (finish)
+#pragma unroll
+            for (int nt = 0; nt < ROW_TILES; nt++)
+                for (int i = warp; i < STEPS; i += WARPS)
+                    write_out(p, i, nt, merged(nt, i, lane), st.l[nt], head, first_row, at.token0, rows, n, c);
         __syncthreads();  // shared memory is free again
         position += take;
         at.tile = 0;
-        if (++at.head == heads) at.head = 0, at.request++;
+        if (++at.head == heads && position < end) {
+            at.head = 0, at.request++;
+            at.length = p.lengths[at.request], at.token0 = p.query_start[at.request];
+            at.tokens = p.query_start[at.request + 1] - at.token0;
+        }
     }
 }

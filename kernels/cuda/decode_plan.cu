@@ -12,7 +12,7 @@ constexpr int THREADS = 1024;
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_constant__ Params p) {
     __shared__ int sums[THREADS / 32], carry;
-    int* before = p.plan + PLAN_HEADER + 4 * p.grid;
+    int* before = p.plan + PLAN_HEADER + p.grid * (int)(sizeof(PlanEntry) / 4);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     if (threadIdx.x == 0) carry = 0, before[0] = 0;
     __syncthreads();
@@ -46,6 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_c
             else high = middle;
         }
         int offset = position - before[low] * p.heads, tiles = before[low + 1] - before[low];
-        ((PlanEntry*)(p.plan + PLAN_HEADER))[block] = {low, offset / tiles, offset % tiles, 0};
+        ((PlanEntry*)(p.plan + PLAN_HEADER))[block] = {
+            low, offset / tiles, offset % tiles, p.lengths[low], p.query_start[low],
+            p.query_start[low + 1] - p.query_start[low]};
     }
 }

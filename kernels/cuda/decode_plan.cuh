@@ -5,7 +5,8 @@
 
 #define PLAN_HEADER 4  // ints: tiles per block, tiles in all, two unused; then one PlanEntry per block
 
-struct __align__(16) PlanEntry { int request, head, tile, unused; };  // tile counts from the request's first
+// Where a block begins: tile counts from the request's first. The request's own numbers save a block a dependent load.
+struct __align__(16) PlanEntry { int request, head, tile, length, token0, tokens, unused[2]; };
 
 struct TileRange { int first, count; };
 

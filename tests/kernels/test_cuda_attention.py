@@ -51,8 +51,8 @@ def decoder(case: Case, **options: int) -> DecodeAttention:
 def run_decode(case: Case, attention: DecodeAttention | None = None, **options: int) -> torch.Tensor:
     attention = attention or decoder(case, **options)
     out, whole = guarded(case.query)
-    attention.plan(case.lengths, case.query_start)
-    attention(case.layout, case.pool, case.query, out, case.tables, case.lengths, case.query_start)
+    attention.plan(case.tables, case.lengths, case.query_start)
+    attention(case.layout, case.pool, case.query, out)
     assert (whole[[0, -1]] == 7).all()
     return out
 
@@ -161,8 +161,8 @@ def test_replay_with_other_lengths_is_bitwise_equal(kv_format: str) -> None:
     attention = decoder(still)
 
     def step() -> None:
-        attention.plan(lengths, still.query_start)
-        attention(still.layout, pool, query, out, tables, lengths, still.query_start)
+        attention.plan(tables, lengths, still.query_start)
+        attention(still.layout, pool, query, out)
 
     step()
     graph = torch.cuda.CUDAGraph()
