@@ -11,10 +11,12 @@ figures drift between machines: read the ratios. `--peers` needs the dev extras 
 import argparse
 import asyncio
 import json
+import os
 import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +34,17 @@ def random_prompt(length: int) -> list[int]:
     return [random.randrange(1000, 40000) for _ in range(length)]
 
 
+def prompts(streams: int) -> list[list[int]]:
+    return [random_prompt(SHORT_PROMPT) for _ in range(streams)]
+
+
+def load_peer(model: Path) -> Any:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as our engine does: the fairer, and here the faster, setting
+    from tools.transformers_peer import Peer
+
+    return Peer(model)
+
+
 async def one_stream(client: EngineClient, prompt: list[int], tokens: int) -> tuple[float, float]:
     """Times of the first and of the last token."""
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -44,8 +57,7 @@ async def one_stream(client: EngineClient, prompt: list[int], tokens: int) -> tu
 
 def ours_decode(engine: LocalEngine, streams: int, tokens: int) -> float:
     async def scenario(client: EngineClient) -> float:
-        prompts = [random_prompt(SHORT_PROMPT) for _ in range(streams)]
-        times = await asyncio.gather(*(one_stream(client, prompt, tokens) for prompt in prompts))
+        times = await asyncio.gather(*(one_stream(client, prompt, tokens) for prompt in prompts(streams)))
         seconds = max(last for _, last in times) - min(first for first, _ in times)
         return streams * (tokens - 1) / seconds
 
@@ -59,49 +71,6 @@ def ours_prefill(engine: LocalEngine, length: int) -> float:
         return length / (first - started)
 
     return float(engine.run(scenario, 600))
-
-
-class Transformers:
-    """The same GGUF, dequantised by transformers, in bfloat16."""
-
-    def __init__(self, model: Path) -> None:
-        import torch
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        self.torch = torch
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            model.parent, gguf_file=model.name, dtype=torch.bfloat16
-        ).eval()
-
-    def decode(self, streams: int, tokens: int) -> float:
-        prompts = self.torch.tensor([random_prompt(SHORT_PROMPT) for _ in range(streams)])
-        with self.torch.inference_mode():
-            started = time.perf_counter()
-            self.generate(prompts, 1)
-            prefill = time.perf_counter() - started
-            started = time.perf_counter()
-            self.generate(prompts, tokens)
-            total = time.perf_counter() - started
-        return streams * (tokens - 1) / (total - prefill)
-
-    def prefill(self, length: int) -> float:
-        prompt = self.torch.tensor([random_prompt(length)])
-        with self.torch.inference_mode():
-            started = time.perf_counter()
-            self.generate(prompt, 1)
-            return length / (time.perf_counter() - started)
-
-    def generate(self, prompts: Any, tokens: int) -> None:
-        self.model.generate(
-            prompts,
-            attention_mask=self.torch.ones_like(prompts),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
 
 
 def main() -> None:
@@ -126,7 +95,7 @@ def main() -> None:
         prefill_chunk_tokens=max(512, options.prefill),
         prefix_cache=False,
     )
-    peer = Transformers(options.model) if options.peers else None
+    peer = load_peer(options.model) if options.peers else None
     figures: dict[str, dict[str, list[float]]] = {"pagetide": {}} | ({"transformers bf16": {}} if peer else {})
 
     def add(name: str, case: str, measure: Callable[[], float]) -> None:
@@ -138,12 +107,14 @@ def main() -> None:
             ours_decode(engine, 1, 8)
             for _ in range(options.rounds):
                 for count in streams:
-                    add("pagetide", f"decode {count}", lambda c=count: ours_decode(engine, c, options.tokens))
+                    add("pagetide", f"decode {count}", partial(ours_decode, engine, count, options.tokens))
                     if peer:
-                        add("transformers bf16", f"decode {count}", lambda c=count: peer.decode(c, options.tokens))
-                add("pagetide", f"prefill {options.prefill}", lambda: ours_prefill(engine, options.prefill))
+                        run = partial(peer.decode, prompts(count), options.tokens)
+                        add("transformers bf16", f"decode {count}", run)
+                add("pagetide", f"prefill {options.prefill}", partial(ours_prefill, engine, options.prefill))
                 if peer:
-                    add("transformers bf16", f"prefill {options.prefill}", lambda: peer.prefill(options.prefill))
+                    run = partial(peer.prefill, random_prompt(options.prefill))
+                    add("transformers bf16", f"prefill {options.prefill}", run)
         finally:
             engine.stop()
     report(figures)
