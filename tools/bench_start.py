@@ -26,17 +26,17 @@ def start_once() -> dict[str, float]:
         command = [sys.executable, "-m", "frontend", "serve", "--port", "0"]
         environment = os.environ | {"XDG_RUNTIME_DIR": directory}
         started = time.perf_counter()
-        server = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-        assert server.stderr is not None
+        server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
         try:
-            url = next(line.split()[-1] for line in server.stderr if line.startswith("pagetide serves"))
+            url = next(line.split()[-1] for line in server.stdout if line.startswith("pagetide serves"))
             ready = time.perf_counter() - started
             with httpx.stream("POST", f"{url}/chat/completions", json=BODY, timeout=30) as answer:
                 next(line for line in answer.iter_lines() if '"content":"' in line and '"content":""' not in line)
             return {"ready": ready, "first token": time.perf_counter() - started}
         finally:
             server.send_signal(signal.SIGINT)
-            server.stderr.close()
+            server.stdout.close()
             server.wait()
 
 
