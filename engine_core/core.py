@@ -50,6 +50,7 @@ class EngineCore:
         self.last_progress = self._started = time.monotonic()
         self._next_ping = 0.0
         self._failed_steps = 0
+        self._taken = self._taken_tokens = 0  # from the intake, since the start
         self.finished = self.aborted = self.failed = self.generated_tokens = self.prompt_tokens = 0
         self.step_seconds = 0.0
 
@@ -80,8 +81,8 @@ class EngineCore:
                 self._sleep()
             self._take_in()
             plan = self.scheduler.schedule()
-            self.intake.queued_requests = len(self.scheduler.waiting)
-            self.intake.queued_tokens = self.scheduler.waiting_tokens
+            self.intake.left = self._taken - len(self.scheduler.waiting)
+            self.intake.left_tokens = self._taken_tokens - self.scheduler.waiting_tokens
             if plan is not None:
                 self._compute(plan)
             elif self.scheduler.has_work:
@@ -125,6 +126,8 @@ class EngineCore:
             self._abort([r.id for r in self.scheduler.requests.values() if r.detokenizer == identity])
 
     def _add(self, request: Request) -> None:
+        self._taken += 1
+        self._taken_tokens += request.known
         if request.id in self.scheduler.requests:
             _log.warning("request id %d came twice", request.id)
         elif request.detokenizer in self.output.server.peers:  # else the frontend has noticed, too

@@ -42,8 +42,8 @@ class Intake(threading.Thread):
         super().__init__(name="intake", daemon=True)
         self.events: deque[Event] = deque()
         self.server = Server(context, endpoint, Submit | Abort, (Role.TOKENIZER, Role.FRONTEND), self._peer_gone)
-        self.accepted = self.rejected = 0
-        self.queued_requests = self.queued_tokens = 0  # written by the step loop: what waits in the scheduler
+        self.accepted = self.accepted_tokens = self.rejected = 0
+        self.left = self.left_tokens = 0  # written by the step loop: how much of what was accepted doesn't wait
         self.detokenizers: Container[str] = ()  # identities, kept by the step loop
         self.stopping = threading.Event()
         self._wake = wake
@@ -87,31 +87,31 @@ class Intake(threading.Thread):
             self.server.send(peer, answer)
         else:
             self.accepted += 1
+            self.accepted_tokens += request.known
             self._hand_over(request)
             self.server.send(peer, Accepted(message.request_id, len(request.prompt), message.frontend))
 
     def _check(self, submit: Submit) -> Request:
         check_sampling(submit.sampling, self._vocab_size)
         check_text(submit.text)
-        try:
-            prompt, generated = unpack_i32(submit.prompt).tolist(), unpack_i32(submit.generated).tolist()
-        except ValueError:
-            raise InvalidRequest("the token ids are not int32", "prompt") from None
+        if not 0 <= submit.request_id < 1 << 63:
+            raise InvalidRequest(f"the request id {submit.request_id} doesn't fit into 63 bits", "request_id")
+        # Lengths first: a prompt that can't run costs the same however long it is.
+        limit = self._capacity.answer_limit(len(submit.prompt) // 4, submit.sampling.max_tokens)
+        if len(submit.generated) // 4 >= limit:
+            raise InvalidRequest("the request has generated all it may already", "generated")
+        prompt, generated = self._tokens("prompt", submit.prompt), self._tokens("generated", submit.generated)
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise InvalidRequest(f"the prompt has a token id outside 0 to {self._vocab_size - 1}", "prompt")
-        limit = self._capacity.answer_limit(len(prompt), submit.sampling.max_tokens)
-        if len(generated) >= limit:
-            raise InvalidRequest("the request has generated all it may already", "generated")
         if submit.frontend not in self.server.peers:
             raise PagetideError(ErrorCode.ENGINE_UNAVAILABLE, "the frontend is not connected to the engine core")
         if submit.detokenizer not in self.detokenizers:
             raise PagetideError(ErrorCode.ENGINE_UNAVAILABLE, "the detokenizer is not connected to the engine core")
-        if len(self.events) + self.queued_requests >= self._limits.max_waiting_requests:
+        if self.accepted - self.left >= self._limits.max_waiting_requests:
             raise PagetideError(ErrorCode.QUEUE_FULL, f"{self._limits.max_waiting_requests} requests are waiting")
-        if self.queued_tokens and self.queued_tokens + len(prompt) > self._limits.max_waiting_tokens:
-            raise PagetideError(ErrorCode.QUEUE_FULL, f"{self.queued_tokens} prompt tokens are waiting")
+        waiting_tokens = self.accepted_tokens - self.left_tokens
+        if waiting_tokens and waiting_tokens + len(prompt) > self._limits.max_waiting_tokens:
+            raise PagetideError(ErrorCode.QUEUE_FULL, f"{waiting_tokens} prompt tokens are waiting")
         return Request(
             id=submit.request_id,
             prompt=prompt,
@@ -125,6 +125,15 @@ class Intake(threading.Thread):
             cache_salt=submit.cache_salt,
             output=generated,
         )
+
+    def _tokens(self, name: str, data: bytes) -> list[int]:
+        try:
+            tokens = unpack_i32(data).tolist()
+        except ValueError:
+            raise InvalidRequest(f"the token ids of {name} are not int32", name) from None
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise InvalidRequest(f"{name} has a token id outside 0 to {self._vocab_size - 1}", name)
+        return tokens
 
     def _peer_gone(self, peer: Peer) -> None:
         _log.debug("%s (pid %d) is gone", peer.identity, peer.hello.pid)

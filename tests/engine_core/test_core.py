@@ -172,6 +172,7 @@ def test_a_request_is_accepted_announced_and_answered(rig: Rig) -> None:
         ([1], {"detokenizer": "nobody"}, ErrorCode.ENGINE_UNAVAILABLE, None),
         ([1], {"frontend": "nobody"}, ErrorCode.ENGINE_UNAVAILABLE, None),
         ([1], {"generated": pack_i32([1] * 3)}, ErrorCode.INVALID_VALUE, "generated"),
+        ([1], {"generated": pack_i32([VOCAB])}, ErrorCode.INVALID_VALUE, "generated"),
     ],
 )
 def test_what_can_not_run_is_rejected_and_the_next_request_runs(
@@ -192,6 +193,29 @@ def test_ill_formed_ids_do_not_stop_the_intake(rig: Rig) -> None:
     rig.submit(2, [1])
     answers = take(rig.tokenizer, 2)
     assert [(type(a), a.request_id) for a in answers] == [(Rejected, 1), (Accepted, 2)]
+
+
+def test_ids_that_no_column_holds_are_rejected(rig: Rig) -> None:
+    rig.submit(1 << 63, [1])
+    rig.submit(2, [1])
+    answers = take(rig.tokenizer, 2)
+    assert [(type(a), a.request_id) for a in answers] == [(Rejected, 1 << 63), (Accepted, 2)]
+    assert len(rows(take(rig.detokenizer, 4))) == 3
+
+
+def test_tokens_that_wait_are_bounded_while_a_step_hangs(rig: Rig) -> None:
+    rig.runner.gate.clear()
+    rig.submit(1, [1])
+    take(rig.tokenizer, 1)
+    rig.status(lambda s: s.running == 1)
+    for request_id in (2, 3, 4):
+        rig.submit(request_id, [1] * 45)
+    answers = take(rig.tokenizer, 3)
+    assert [type(a) for a in answers] == [Accepted, Accepted, Rejected], "100 tokens may wait"
+    rig.runner.gate.set()
+    rig.status(lambda s: s.counters["requests_finished_total"] == 3)
+    rig.submit(5, [1] * 45)
+    assert isinstance(take(rig.tokenizer, 1)[0], Accepted)
 
 
 def test_intake_answers_while_a_step_hangs_and_its_queue_is_bounded(rig: Rig) -> None:
