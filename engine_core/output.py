@@ -89,7 +89,8 @@ class OutputChannel:
 def encode_step(step: int, outcomes: list[Outcome], result: StepResult) -> StepOutput:
     """Columns of one detokenizer's share of a step."""
     extras = []
-    if result.logprobs or result.prompt_logprobs or any(outcome.finish is Finish.ERROR for outcome in outcomes):
+    # Log-probabilities of a prompt may all come from earlier chunks, so the result doesn't tell who has some.
+    if result.logprobs or any(o.finish is Finish.ERROR or o.request.sampling.prompt_logprobs >= 0 for o in outcomes):
         for row, outcome in enumerate(outcomes):
             extra = _extra(row, outcome, result)
             if extra is not None:
@@ -113,7 +114,7 @@ def _extra(row: int, outcome: Outcome, result: StepResult) -> RowExtra | None:
         )
     logprobs = result.logprobs.get(request.id)
     prompt_logprobs: list[TopLogprobs | None] | None = None
-    if request.prompt_logprobs and len(request.output) == 1:
+    if request.sampling.prompt_logprobs >= 0 and len(request.output) == 1:
         prompt_logprobs = [None, *request.prompt_logprobs]
     if logprobs is None and prompt_logprobs is None:
         return None
