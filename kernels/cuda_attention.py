@@ -13,8 +13,6 @@ from kernels.compiler import KernelError, Variant
 from kernels.cuda_layout import TILE, KVLayout, Places, check_batch, check_heads, check_vector, prefill_tile, variant
 from kernels.launcher import Kernel, kernel
 
-_LEAST_TILES = 16  # fewer per block and the merge costs more than the reading
-
 
 class WriteKV:
     """Bias, q and k norm, RoPE, quantisation and the write into block images, in one launch."""
@@ -107,7 +105,6 @@ class DecodeAttention:
         max_queries: int = 1,
         window: int = 0,
         scale: float | None = None,
-        least_tiles: int = _LEAST_TILES,
     ) -> None:
         if num_heads % num_kv_heads:
             raise KernelError(f"{num_heads} query heads on {num_kv_heads} KV heads")
@@ -118,11 +115,11 @@ class DecodeAttention:
         rows = self._group * max_queries
         row_tiles = 2 if rows > 8 and head_dim <= 128 else 1
         self._row_blocks = -(-rows // (8 * row_tiles))
-        self.max_requests, self.max_queries, self._least_tiles = max_requests, max_queries, least_tiles
+        self.max_requests, self.max_queries = max_requests, max_queries
         index = _index(device)
         unit = variant("decode_attention.cu", k_format, v_format, head_dim, dtype, row_tiles)
-        self._kernel = kernel(unit, "10P7q6if", 128, index)
-        self._planner = kernel(Variant("decode_plan.cu"), "3P5i", 1024, index)
+        self._kernel = kernel(unit, "10P7q6i2f", 128, index)
+        self._planner = kernel(Variant("decode_plan.cu"), "3P4i", 1024, index)
         self._grid = _resident_blocks(self._kernel, index)
         fragments = 2 * self._grid * row_tiles * 32 * 4
         self._plan = torch.zeros(4 + 8 * self._grid + max_requests + 1, dtype=torch.int32, device=device)
@@ -152,7 +149,6 @@ class DecodeAttention:
             self._kv_heads * self._row_blocks,
             self._grid,
             self._window,
-            self._least_tiles,
         )
 
     def __call__(self, layout: KVLayout, pool: Tensor, query: Tensor, out: Tensor) -> None:
@@ -177,6 +173,7 @@ class DecodeAttention:
             (layout.block_size // TILE).bit_length() - 1,
             self._window,
             self._scale,
+            1 / self._group,
         )
 
 

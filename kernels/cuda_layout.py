@@ -104,18 +104,18 @@ def all_variants() -> list[Variant]:
 
 
 def check_heads(name: str, x: Tensor, heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Tokens may be apart; heads and elements are packed; 4-byte accesses must be aligned."""
+    """Tokens may be apart; heads and elements are packed; 16-byte accesses must be aligned."""
     stride = x.stride()
     if (
         x.dtype != dtype
         or x.shape[1:] != (heads, head_dim)
         or stride[1:] != (head_dim, 1)
-        or (stride[0] | x.data_ptr() >> 1) & 1
+        or (stride[0] | x.data_ptr() >> 1) & 7
         or not x.is_cuda
     ):
         raise KernelError(
             f"{name}: {x.dtype} {tuple(x.shape)} strides {stride} on {x.device}; "
-            f"wanted {dtype} [tokens, {heads}, {head_dim}], heads packed, on a CUDA device"
+            f"wanted {dtype} [tokens, {heads}, {head_dim}], heads packed, 16-byte aligned, on a CUDA device"
         )
 
 

@@ -83,9 +83,7 @@ def random_pool(kv_format: str, v_format: str, layers: int, kv_heads: int, block
     return pool
 
 
-def decode_attention(
-    model: str, batch: int, context: int, kv_format: str, v_format: str, **options: int
-) -> dict[str, Any]:
+def decode_attention(model: str, batch: int, context: int, kv_format: str, v_format: str) -> dict[str, Any]:
     heads, kv_heads, _ = MODELS[model]
     layout = plain_layout(kv_format, v_format, 1, kv_heads, HEAD_DIM, BLOCK, 0)
     per_request = -(-context // BLOCK)
@@ -98,16 +96,14 @@ def decode_attention(
     starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
     query = torch.randn(batch, heads, HEAD_DIM, device=DEVICE).bfloat16()
     out = torch.empty_like(query)
-    attention = DecodeAttention(
-        kv_format, v_format, heads, kv_heads, HEAD_DIM, torch.bfloat16, DEVICE, batch, **options
-    )
+    attention = DecodeAttention(kv_format, v_format, heads, kv_heads, HEAD_DIM, torch.bfloat16, DEVICE, batch)
     plan = time_calls([lambda: attention.plan(tables, lengths, starts)] * 20)
     calls = [lambda at=at: attention(at, pool, query, out) for at in layouts]
     times = time_calls(calls * max(1, 20 // layers))
     tokens = batch * context
     read = tokens * layout.block_stride / BLOCK
     result = {"op": "decode", "model": model, "batch": batch, "context": context, "k": kv_format, "v": v_format}
-    return result | times | {"TB/s": read / times["us"] / 1e6, "plan_us": plan["us"], "grid": attention._grid} | options
+    return result | times | {"TB/s": read / times["us"] / 1e6, "plan_us": plan["us"], "grid": attention._grid}
 
 
 def sdpa_decode(model: str, batch: int, context: int) -> dict[str, Any]:
@@ -213,7 +209,9 @@ def launch_cost(count: int = 3000) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="write the results here as JSON")
-    parser.add_argument("--only", default="", help="run the groups whose letter is here: l, d, w, p, s (sweep)")
+    parser.add_argument(
+        "--only", default="", help="run the groups whose letter is here: l(aunch), d(ecode), w(rite), p(refill)"
+    )
     arguments = parser.parse_args()
     groups = arguments.only or "ldwp"
     if not torch.cuda.is_available():
@@ -241,11 +239,6 @@ def main() -> None:
             add(sdpa_decode(*shape))
         for v in ("int8", "e4m3"):
             add(decode_attention("gqa8", 128, 8192, "bf16", v))
-    if "s" in groups:
-        for least in (4, 8, 16, 32):
-            for shape in (("gqa8", 1, 8192), ("gqa8", 1, 32768), ("gqa8", 32, 1024), ("3b", 1, 8192)):
-                for kv_format in ("bf16", "int8"):
-                    add(decode_attention(*shape, kv_format, kv_format, least_tiles=least))
     if "w" in groups:
         for model in ("3b", "8b"):
             for tokens in (1, 64, 8192):

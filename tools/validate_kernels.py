@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from kernels.compiler import build
 from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV
-from kernels.cuda_layout import plain_layout
+from kernels.cuda_layout import all_variants, plain_layout
 from kernels.launcher import driver_version, probe
 from tools.environment import describe
 from tools.kv_cases import Case, compare, decode, make_case, reference, rows_of
@@ -77,10 +78,25 @@ def write_rows() -> Iterator[dict[str, Any]]:
             yield {"op": f"write {part}", "dtype": str(dtype)[6:], "k": k, "v": v} | error
 
 
+def compile_all() -> int:
+    """Compile every variant for every architecture; returns how many spill."""
+    jobs = [(unit, target) for unit in all_variants() for target in ("sm_80", "sm_86", "sm_89", "sm_90")]
+    spilled = 0
+    for (unit, target), binary in zip(jobs, build(jobs), strict=True):
+        if binary.spill_bytes:
+            print(f"{target} {unit.file} {dict(unit.macros)}: {binary.spill_bytes} bytes spilled")
+            spilled += 1
+    print(f"{len(jobs)} compiled, {spilled} spill registers")
+    return spilled
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", action="store_true", help="only compile, for every architecture; needs no GPU")
     parser.add_argument("--output", type=Path, help="write the table here as JSON")
     arguments = parser.parse_args()
+    if arguments.compile:
+        return 1 if compile_all() else 0
     probe(0)
     torch.manual_seed(0)
     rows = []

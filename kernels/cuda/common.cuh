@@ -7,6 +7,7 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
+struct __align__(8) Words2 { u32 x, y; };
 struct __align__(16) Words4 { u32 x, y, z, w; };
 struct __align__(16) Float4 { float x, y, z, w; };
 
@@ -26,6 +27,12 @@ DEVICE float exp2_approx(float x) {
 DEVICE float log2_approx(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

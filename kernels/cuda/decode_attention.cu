@@ -23,7 +23,8 @@ constexpr int V_ROW = HEAD_DIM * VF::BYTES;
 constexpr int K_WORDS = K_ROW / 16;                // words of one key in one thread; four threads share a key
 constexpr int V_WORDS = V_ROW / 32;                // words of one key in one thread; eight threads share a key
 constexpr int PARTS_AT_ONCE = HEAD_DIM * ROW_TILES > 128 ? 1 : 2;  // as the registers allow
-constexpr int LEAST_RESIDENT = HEAD_DIM * ROW_TILES > 128 ? 1 : HEAD_DIM > 64 ? 3 : 4;  // blocks per multiprocessor
+// Blocks per multiprocessor.
+constexpr int LEAST_RESIDENT = HEAD_DIM * ROW_TILES > 128 ? 1 : HEAD_DIM * ROW_TILES > 64 ? 3 : 4;
 constexpr float LOWEST = -1e30f;                   // stands for minus infinity, without its NaNs
 // Both of K and V in flight at once, where the registers allow it.
 constexpr bool OVERLAP = 2 * K_WORDS + 4 * V_WORDS + STEPS * ROW_TILES * 6 <= 168;
@@ -43,6 +44,10 @@ struct Params {
     i64 query_stride, out_stride;                                          // elements per token
     int table_stride, kv_heads, group, row_blocks, block_tiles_log2, window;
     float scale;             // softmax scale * log2(e)
+    float inverse_group;
+
+    // row / group: half a row's distance to the next whole number is far more than rounding can lose.
+    DEVICE int token_of(int row) const { return (int)((row + 0.5f) * inverse_group); }
 };
 
 // First byte, in a row of K, of word i of thread c of four.
@@ -96,21 +101,18 @@ DEVICE void load_query(u32 (&q)[ROW_TILES][STEPS][2], const Params& p, int head,
     for (int nt = 0; nt < ROW_TILES; nt++) {
         int row = first_row + nt * 8 + n;
         bool valid = row < rows;
-        int token = valid ? row / p.group : 0, member = valid ? row % p.group : 0;
+        int token = p.token_of(row), member = row - token * p.group;
         const u16* at = (const u16*)p.query + (token0 + token) * p.query_stride + (head * p.group + member) * HEAD_DIM;
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             int d = k_offset_of(KF::IS_16BIT ? 2 * s : s, c) / KF::BYTES;
-            u32 w[2] = {0, 0};
-            if (valid) {
-                w[0] = *(const u32*)(at + d);
-                w[1] = *(const u32*)(at + d + 2);
-            }
+            Words2 w = {0, 0};
+            if (valid) w = *(const Words2*)(at + d);
             if constexpr (QUERY_BF16 && !KF::BF16_MMA) {
-                w[0] = pack_f16(as_float(w[0] << 16), as_float(w[0] & 0xffff0000u));
-                w[1] = pack_f16(as_float(w[1] << 16), as_float(w[1] & 0xffff0000u));
+                w.x = pack_f16(as_float(w.x << 16), as_float(w.x & 0xffff0000u));
+                w.y = pack_f16(as_float(w.y << 16), as_float(w.y & 0xffff0000u));
             }
-            q[nt][s][0] = w[0], q[nt][s][1] = w[1];
+            q[nt][s][0] = w.x, q[nt][s][1] = w.y;
         }
     }
 }
@@ -187,10 +189,10 @@ struct Visible {
     int length;       // keys of the request
     int first_limit;  // keys that the request's first token sees end here
     int window;       // 0: none
-    int first_row, group;
+    int first_row;
 
-    DEVICE bool operator()(int key, int row_in_block) const {
-        int limit = min(first_limit + (first_row + row_in_block) / group, length);
+    DEVICE bool operator()(const Params& p, int key, int row_in_block) const {
+        int limit = min(first_limit + p.token_of(first_row + row_in_block), length);
         return key < limit && (window == 0 || key >= limit - window);
     }
     DEVICE bool stored(int key) const { return key < length && (window == 0 || key >= first_limit - window); }
@@ -219,7 +221,7 @@ DEVICE void softmax(State& st, float (&s)[ROW_TILES][4], u32 (&packed)[ROW_TILES
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             s[nt][e] *= k_scale[e >> 1];
-            if (!whole && !visible(tile * 16 + n + 8 * (e >> 1), nt * 8 + 2 * c + (e & 1))) s[nt][e] = negative_infinity();
+            if (!whole && !visible(p, tile * 16 + n + 8 * (e >> 1), nt * 8 + 2 * c + (e & 1))) s[nt][e] = negative_infinity();
         }
     // P times the scale of V is what has to stay in range: the maximum is that of s + log2(scale).
     bool over = false;
@@ -337,104 +339,121 @@ DEVICE void attend(State& st, const Params& p, const u32 (&q)[ROW_TILES][STEPS][
     }
 }
 
-__shared__ Float4 shared_out[2][ROW_TILES][STEPS][32];
-__shared__ float shared_max[WARPS][ROWS], shared_sum[WARPS][ROWS];
+__shared__ Float4 shared_out[WARPS][ROW_TILES][STEPS][32];
+__shared__ Float4 shared_max_sum[WARPS][ROW_TILES][4];  // max, sum of row 2c; of row 2c + 1
 
-// Merge the warps: m and l of the state are then the block's, and `merged` gives its o.
-DEVICE void merge_warps(State& st, int warp, int lane) {
-    int n = lane >> 2, c = lane & 3;
-#pragma unroll
-    for (int nt = 0; nt < ROW_TILES; nt++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            st.l[nt][h] = sum_over_keys(st.l[nt][h]);
-            if (n == 0) {
-                shared_max[warp][nt * 8 + 2 * c + h] = st.m[nt][h];
-                shared_sum[warp][nt * 8 + 2 * c + h] = st.l[nt][h];
-            }
-        }
-    __syncthreads();
-#pragma unroll
-    for (int nt = 0; nt < ROW_TILES; nt++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float m = LOWEST, l = 0, mine = st.m[nt][h];
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) m = fmaxf(m, shared_max[w][nt * 8 + 2 * c + h]);
-#pragma unroll
-            for (int w = 0; w < WARPS; w++)
-                l += shared_sum[w][nt * 8 + 2 * c + h] * exp2_approx(shared_max[w][nt * 8 + 2 * c + h] - m);
-            rescale(st, nt, h, exp2_approx(mine - m));
-            st.m[nt][h] = m;
-            st.l[nt][h] = l;
-        }
-#pragma unroll
-    for (int round = 0; round < WARPS / 2; round++) {
-        if (warp / 2 == round)
-#pragma unroll
-            for (int nt = 0; nt < ROW_TILES; nt++)
-#pragma unroll
-                for (int i = 0; i < STEPS; i++) {
-                    Float4& at = shared_out[warp & 1][nt][i][lane];
-                    Float4 o = {st.o[nt][i][0], st.o[nt][i][1], st.o[nt][i][2], st.o[nt][i][3]};
-                    if (round) o.x += at.x, o.y += at.y, o.z += at.z, o.w += at.w;
-                    at = o;
-                }
-        __syncthreads();
-    }
-}
+// One row tile of the whole block: thread (n, c) of a warp has rows 2c and 2c + 1, and of o the fragments
+// warp, warp + WARPS, ...
+struct Merged {
+    static constexpr int OWN = (STEPS + WARPS - 1) / WARPS;
+    float m[2], l[2];
+    Float4 o[OWN];
+};
 
-DEVICE Float4 merged(int nt, int i, int lane) {
-    Float4 a = shared_out[0][nt][i][lane], b = shared_out[1][nt][i][lane];
-    return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
-
-// Write elements 2i and 2i + 1 of thread n for rows 2c and 2c + 1.
-DEVICE void write_out(const Params& p, int i, int nt, const Float4& o, const float (&l)[2], int head, int first_row,
-                      int token0, int rows, int n, int c) {
-    int element = VF::IS_16BIT ? v_offset_of(i, n) / 2 : v_offset_of(i / 2, n) + i % 2 * 2;
-    float values[2][2] = {{o.x, o.z}, {o.y, o.w}};
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        int row = first_row + nt * 8 + 2 * c + h;
-        if (row >= rows) continue;
-        float inverse = l[h] == 0 ? 0 : VF::FACTOR / l[h];
-        u16* at = (u16*)p.out + (token0 + row / p.group) * p.out_stride + (head * p.group + row % p.group) * HEAD_DIM;
-        *(u32*)(at + element) = pack<QUERY_BF16>(values[h][0] * inverse, values[h][1] * inverse);
-    }
-}
-
-// What one warp has seen of the parts of a row block, in their order, so that the result does not depend on who came
-// last. Parts of `WARPS` warps are then merged like tiles.
-DEVICE void gather_parts(State& st, const Params& p, int first_part, int parts, int warp, int lane) {
+DEVICE void share(const State& st, int warp, int lane) {
     int n = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int nt = 0; nt < ROW_TILES; nt++) {
-#pragma unroll PARTS_AT_ONCE
-        for (int part = warp; part < parts; part += WARPS) {
-            i64 slot = (2 * (i64)(first_part + part) + (part < parts - 1)) * ROW_TILES + nt;
-            Float4 ms = load_l2(p.part_max_sum + slot * 4 + c);  // max, sum of row 2c; of 2c + 1
-            Float4 o[STEPS];
+        float l[2] = {sum_over_keys(st.l[nt][0]), sum_over_keys(st.l[nt][1])};
+        if (n == 0) shared_max_sum[warp][nt][c] = {st.m[nt][0], l[0], st.m[nt][1], l[1]};
 #pragma unroll
-            for (int i = 0; i < STEPS; i++) o[i] = load_l2(p.part_out + (slot * STEPS + i) * 32 + lane);
-            float part_m[2] = {ms.x, ms.z}, part_l[2] = {ms.y, ms.w}, add[2];
+        for (int i = 0; i < STEPS; i++)
+            shared_out[warp][nt][i][lane] = {st.o[nt][i][0], st.o[nt][i][1], st.o[nt][i][2], st.o[nt][i][3]};
+    }
+    __syncthreads();
+}
+
+DEVICE Merged merge_warps(int nt, int warp, int lane) {
+    int c = lane & 3;
+    Float4 parts[WARPS];
+    Merged all = {{LOWEST, LOWEST}, {0, 0}};
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float top = fmaxf(st.m[nt][h], part_m[h]);
-                rescale(st, nt, h, exp2_approx(st.m[nt][h] - top));
-                add[h] = exp2_approx(part_m[h] - top);
-                st.m[nt][h] = top;
-                if (n == 0) st.l[nt][h] += part_l[h] * add[h];  // the sum over threads comes later
+    for (int w = 0; w < WARPS; w++) {
+        parts[w] = shared_max_sum[w][nt][c];
+        all.m[0] = fmaxf(all.m[0], parts[w].x), all.m[1] = fmaxf(all.m[1], parts[w].z);
+    }
+#pragma unroll
+    for (int j = 0; j < Merged::OWN; j++) all.o[j] = {0, 0, 0, 0};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        float a = exp2_approx(parts[w].x - all.m[0]), b = exp2_approx(parts[w].z - all.m[1]);
+        all.l[0] += parts[w].y * a, all.l[1] += parts[w].w * b;
+#pragma unroll
+        for (int j = 0; j < Merged::OWN; j++)
+            if (warp + WARPS * j < STEPS) {
+                Float4 o = shared_out[w][nt][warp + WARPS * j][lane];
+                all.o[j].x += o.x * a, all.o[j].y += o.y * b, all.o[j].z += o.z * a, all.o[j].w += o.w * b;
             }
+    }
+    return all;
+}
+
+DEVICE void write_out(const Params& p, const Merged& all, int nt, int head, int first_row, int token0, int rows, int warp,
+                      int n, int c) {
 #pragma unroll
-            for (int i = 0; i < STEPS; i++) {
-                st.o[nt][i][0] += o[i].x * add[0];
-                st.o[nt][i][1] += o[i].y * add[1];
-                st.o[nt][i][2] += o[i].z * add[0];
-                st.o[nt][i][3] += o[i].w * add[1];
-            }
+    for (int h = 0; h < 2; h++) {
+        int row = first_row + nt * 8 + 2 * c + h, token = p.token_of(row);
+        if (row >= rows) continue;
+        float inverse = all.l[h] == 0 ? 0 : VF::FACTOR * reciprocal_approx(all.l[h]);
+        u16* at = (u16*)p.out + (token0 + token) * p.out_stride + (head * p.group + row - token * p.group) * HEAD_DIM;
+#pragma unroll
+        for (int j = 0; j < Merged::OWN; j++) {
+            int i = warp + WARPS * j;
+            if (i >= STEPS) continue;
+            // Elements 2i and 2i + 1 of thread n.
+            int element = VF::IS_16BIT ? v_offset_of(i, n) / 2 : v_offset_of(i / 2, n) + i % 2 * 2;
+            float low = h ? all.o[j].y : all.o[j].x, high = h ? all.o[j].w : all.o[j].z;
+            *(u32*)(at + element) = pack<QUERY_BF16>(low * inverse, high * inverse);
         }
     }
+}
+
+// Make this block's writes visible and count it; true for the last of `parts`, which then sees what all others wrote.
+// The counter wraps to 0, ready for the next launch.
+DEVICE bool arrive_last(u32* counter, int parts) {
+    __shared__ u32 arrived;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                     : "=r"(arrived) : "l"(counter), "r"(parts - 1) : "memory");
+    __syncthreads();
+    return arrived == parts - 1;
+}
+
+// What one warp has seen of the parts: every WARPS-th, in their order, so that the result does not depend on who came
+// last. Lane (n, c) fetches the maxima and sums of the n-th of eight parts.
+DEVICE void gather_parts(State& st, const Params& p, int first_part, int parts, int warp, int lane) {
+    int n = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int nt = 0; nt < ROW_TILES; nt++)
+        for (int base = warp; base < parts; base += 8 * WARPS) {
+            Float4 ms = {LOWEST, 0, LOWEST, 0};
+            int own = base + n * WARPS;
+            if (own < parts)
+                ms = load_l2(p.part_max_sum + ((2 * (i64)(first_part + own) + (own < parts - 1)) * ROW_TILES + nt) * 4 + c);
+            float part_m[2] = {ms.x, ms.z}, part_l[2] = {ms.y, ms.w}, weight[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float top = fmaxf(st.m[nt][h], max_over_keys(part_m[h]));
+                if (base > warp) rescale(st, nt, h, exp2_approx(st.m[nt][h] - top));
+                st.m[nt][h] = top;
+                weight[h] = exp2_approx(part_m[h] - top);
+                st.l[nt][h] += part_l[h] * weight[h];
+            }
+#pragma unroll PARTS_AT_ONCE
+            for (int j = 0; j < 8; j++) {
+                int part = base + j * WARPS;
+                if (part >= parts) break;
+                i64 slot = (2 * (i64)(first_part + part) + (part < parts - 1)) * ROW_TILES + nt;
+                float a = __shfl_sync(FULL_WARP, weight[0], j * 4 + c), b = __shfl_sync(FULL_WARP, weight[1], j * 4 + c);
+#pragma unroll
+                for (int i = 0; i < STEPS; i++) {
+                    Float4 o = load_l2(p.part_out + (slot * STEPS + i) * 32 + lane);
+                    st.o[nt][i][0] += o.x * a, st.o[nt][i][1] += o.y * b;
+                    st.o[nt][i][2] += o.z * a, st.o[nt][i][3] += o.w * b;
+                }
+            }
+        }
 }
 
 DEVICE void clear(State& st) {
@@ -447,8 +466,6 @@ DEVICE void clear(State& st) {
             for (int i = 0; i < STEPS; i++) st.o[nt][i][h] = st.o[nt][i][2 + h] = 0;
         }
 }
-
-__shared__ u32 shared_arrived;
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
     decode_attention(const __grid_constant__ Params p) {
@@ -465,13 +482,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
         State st;
         clear(st);
         if (at.length > 0 && first_row < rows) {
-            Visible visible = {at.length, at.length - at.tokens + 1, p.window, first_row, p.group};
+            Visible visible = {at.length, at.length - at.tokens + 1, p.window, first_row};
             tiles.start();
             u32 q[ROW_TILES][STEPS][2];
             load_query(q, p, head, first_row, at.token0, rows, n, c);
             attend(st, p, q, tiles, visible);
         }
-        merge_warps(st, warp, lane);
+        share(st, warp, lane);
 
         int segment = position - at.tile;  // where this row block's tiles begin
         int first_block = segment / per_block, last_block = (segment + range.count - 1) / per_block;
@@ -481,29 +498,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
             i64 slot = (2 * (i64)blockIdx.x + (blockIdx.x < last_block)) * ROW_TILES;
 #pragma unroll
             for (int nt = 0; nt < ROW_TILES; nt++) {
-                for (int i = warp; i < STEPS; i += WARPS)
-                    p.part_out[((slot + nt) * STEPS + i) * 32 + lane] = merged(nt, i, lane);
+                Merged all = merge_warps(nt, warp, lane);
+#pragma unroll
+                for (int j = 0; j < Merged::OWN; j++)
+                    if (warp + WARPS * j < STEPS)
+                        p.part_out[((slot + nt) * STEPS + warp + WARPS * j) * 32 + lane] = all.o[j];
                 if (warp == 0 && n == 0)
-                    p.part_max_sum[(slot + nt) * 4 + c] = {st.m[nt][0], st.l[nt][0], st.m[nt][1], st.l[nt][1]};
+                    p.part_max_sum[(slot + nt) * 4 + c] = {all.m[0], all.l[0], all.m[1], all.l[1]};
             }
-            __threadfence();
-            __syncthreads();
-            if (threadIdx.x == 0)  // wraps to 0 with the last part, ready for the next launch
-                shared_arrived = atomicInc(p.counters + at.request * heads + at.head, parts - 1);
-            __syncthreads();
-            finish = shared_arrived == parts - 1;
+            finish = arrive_last(p.counters + at.request * heads + at.head, parts);
             if (finish) {
-                __threadfence();
                 clear(st);
                 gather_parts(st, p, first_block, parts, warp, lane);
-                merge_warps(st, warp, lane);
+                share(st, warp, lane);
             }
         }
         if (finish)
 #pragma unroll
             for (int nt = 0; nt < ROW_TILES; nt++)
-                for (int i = warp; i < STEPS; i += WARPS)
-                    write_out(p, i, nt, merged(nt, i, lane), st.l[nt], head, first_row, at.token0, rows, n, c);
+                write_out(p, merge_warps(nt, warp, lane), nt, head, first_row, at.token0, rows, warp, n, c);
         __syncthreads();  // shared memory is free again
         position += take;
         at.tile = 0;

@@ -62,14 +62,16 @@ DEVICE void store_16bit(u16* row, const float (&x)[2][PAIR], int lane) {
             *(u32*)(row + h * HALF + lane * PAIR + i) = pack<QUERY_BF16>(x[h][i], x[h][i + 1]);
 }
 
-template <int FORMAT> DEVICE u32 encode(float x, float scale) {
-    if constexpr (FORMAT == FORMAT_INT8) {
-        // Whatever a zero or NaN scale gives is multiplied by that scale again.
-        int code = __float2int_rn(x / scale);
-        return (u32)max(-127, min(127, code)) & 0xff;
-    } else {
-        return encode_fp8<FORMAT == FORMAT_E5M2>(Format<FORMAT>::HAS_SCALE ? x / scale : x);
-    }
+// x / scale, correctly rounded from the correctly rounded inverse: one Newton step (no over- or underflow can occur).
+DEVICE float divide(float x, float scale, float inverse) {
+    float quotient = x * inverse;
+    return fmaf(fmaf(-quotient, scale, x), inverse, quotient);
+}
+
+template <int FORMAT> DEVICE u32 encode(float x, float scale, float inverse) {
+    if constexpr (Format<FORMAT>::HAS_SCALE) x = divide(x, scale, inverse);
+    if constexpr (FORMAT == FORMAT_INT8) return (u32)max(-127, min(127, __float2int_rn(x))) & 0xff;
+    else return encode_fp8<FORMAT == FORMAT_E5M2>(x);
 }
 
 template <int FORMAT>
@@ -94,12 +96,13 @@ DEVICE void store(u8* row, u16* scale_at, const float (&x)[2][PAIR], int lane, b
             scale = f16_to_float(code);
         }
         bool zero = Format<FORMAT>::HAS_SCALE && scale == 0;
+        float inverse = 1 / scale;
         if (active)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 u32 word = 0;
 #pragma unroll
-                for (int i = 0; i < PAIR; i++) word |= (zero ? 0 : encode<FORMAT>(x[h][i], scale)) << (8 * i);
+                for (int i = 0; i < PAIR; i++) word |= (zero ? 0 : encode<FORMAT>(x[h][i], scale, inverse)) << (8 * i);
                 if constexpr (PAIR == 4) *(u32*)(row + h * HALF + lane * 4) = word;
                 else *(u16*)(row + h * HALF + lane * 2) = (u16)word;
             }

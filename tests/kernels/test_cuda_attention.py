@@ -31,7 +31,7 @@ def guarded(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return whole[1:-1], whole
 
 
-def decoder(case: Case, **options: int) -> DecodeAttention:
+def decoder(case: Case) -> DecodeAttention:
     layout = case.layout
     return DecodeAttention(
         layout.k_format,
@@ -44,12 +44,11 @@ def decoder(case: Case, **options: int) -> DecodeAttention:
         max_requests=len(case.lengths),
         max_queries=case.most_queries,
         window=case.window,
-        **options,
     )
 
 
-def run_decode(case: Case, attention: DecodeAttention | None = None, **options: int) -> torch.Tensor:
-    attention = attention or decoder(case, **options)
+def run_decode(case: Case, attention: DecodeAttention | None = None) -> torch.Tensor:
+    attention = attention or decoder(case)
     out, whole = guarded(case.query)
     attention.plan(case.tables, case.lengths, case.query_start)
     attention(case.layout, case.pool, case.query, out)

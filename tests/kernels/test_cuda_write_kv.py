@@ -59,7 +59,7 @@ def test_write(dtype: torch.dtype, head_dim: int, tokens: int) -> None:
             layout, pool, qkv, out, slots, positions, cos_sin, bias, *weights
         )
         step = 2**-7 if dtype == torch.bfloat16 else 2**-10
-        torch.testing.assert_close(out.float(), q.float(), rtol=step, atol=step)
+        torch.testing.assert_close(out.float(), q.float(), rtol=step, atol=4 * step)  # large terms may cancel
         written = slots >= 0
         index = slots[written] // block_size, slice(None), slots[written] % block_size
         for part, kv_format, wanted in (("k", k_format, k), ("v", v_format, v)):
