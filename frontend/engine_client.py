@@ -66,7 +66,6 @@ class EngineClient:
         self._next_id = secrets.randbits(31) << 32
         self._generations: dict[int, Generation] = {}
         self._answers: dict[int, tuple[Link, asyncio.Future[Any]]] = {}
-        self._turn = 0
         self._status: CoreStatus | None = None
         self._status_time = time.monotonic()
         self._changed = asyncio.Event()
@@ -195,11 +194,11 @@ class EngineClient:
         return first
 
     def _pick(self, links: dict[str, Link]) -> Link:
-        ready = [link for link in links.values() if link.welcome and not link.lost]
-        if self.lost.is_set() or not ready:
+        ready = next((link for link in links.values() if link.welcome and not link.lost), None)
+        if self.lost.is_set() or ready is None:
             raise PagetideError(ErrorCode.ENGINE_UNAVAILABLE, self.health() or "the engine is not available")
-        self._turn += 1
-        return ready[self._turn % len(ready)]
+        links[ready.endpoint] = links.pop(ready.endpoint)  # it goes to the end of the line
+        return ready
 
     def enter(self, generation: Generation) -> None:
         """Take a slot and submit. Raises PagetideError if the queue is full, before anything is sent."""
@@ -224,15 +223,17 @@ class EngineClient:
             self._generations.pop(request_id, None)
         if generation.unfinished and not self.lost.is_set():
             abort = Abort(pack_i64(sorted(generation.unfinished)))
-            for link in (generation.tokenizer, *self._tokenizers.values()):
-                if not link.lost and link.send(abort):
-                    self._loop.call_soon(self._pump, link)
-                    return
+            # Without its tokenizer there is no submit left to overtake.
+            if not self._try_send(generation.tokenizer, abort):
+                self._try_send(self._core, abort)
 
     def _send(self, link: Link, message: SubmitText | Tokenize | Detokenize) -> None:
-        if not link.send(message):
+        if not self._try_send(link, message):
             raise PagetideError(ErrorCode.QUEUE_FULL, "the tokenizer is not keeping up")
-        self._loop.call_soon(self._pump, link)
+
+    def _try_send(self, link: Link, message: SubmitText | Tokenize | Detokenize | Abort) -> bool:
+        self._loop.call_soon(self._pump, link)  # sending, even in vain, may use up the descriptor's edge
+        return link.send(message)
 
     # -- links -------------------------------------------------------------------------------------------------
 
@@ -324,7 +325,7 @@ class EngineClient:
         if newest is None:
             return
         self._status, self._status_time = newest, time.monotonic()
-        wanted = {peer.endpoint: peer.role for peer in newest.peers if peer.endpoint} if newest else {}
+        wanted = {peer.endpoint: peer.role for peer in newest.peers if peer.endpoint}
         for endpoint, role in wanted.items():
             if endpoint in self._dead:
                 continue

@@ -103,9 +103,10 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[tuple[int, TextDelta]]:
         while True:
             while self._unread:
-                request_id, deltas = self._unread.popitem()
-                if not self._unread:
-                    self.unread_since, self._unread_bytes = float("inf"), 0
+                request_id = next(iter(self._unread))  # the one that waits longest, so that each choice gets its turn
+                deltas = self._unread.pop(request_id)
+                self._unread_bytes -= sum(map(_size, deltas))
+                self.unread_since = time.monotonic() if self._unread else float("inf")
                 yield request_id - self.first_id, deltas[0] if len(deltas) == 1 else merge(deltas)
             if self._error is not None:
                 raise self._error
@@ -131,7 +132,7 @@ class Generation:
         if not self._unread:
             self.unread_since = time.monotonic()
         self._unread.setdefault(delta.request_id, []).append(delta)
-        self._unread_bytes += 64 + len(delta.text) + 256 * len(delta.logprobs)
+        self._unread_bytes += _size(delta)
         if delta.finish is not Finish.NONE:
             self.unfinished.discard(delta.request_id)
         self._news.set()
@@ -151,6 +152,11 @@ class Generation:
         self.fail(PagetideError(ErrorCode.CLIENT_TOO_SLOW, "the client did not read its stream"))
         self._client.leave(self)
         self.unfinished.clear()
+
+
+def _size(delta: TextDelta) -> int:
+    """Roughly the bytes that a delta holds on to."""
+    return 64 + len(delta.text) + 256 * len(delta.logprobs)
 
 
 def merge(deltas: Sequence[TextDelta]) -> TextDelta:

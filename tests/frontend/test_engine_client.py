@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -80,7 +81,8 @@ class PlayedEngine(threading.Thread):
                 self.servers[name].close()
             self.status.send(encode(self._status()))
             if not self.core.socket.closed:
-                list(self.core.receive())
+                for _, message in self.core.receive():
+                    self.aborted += unpack_i64(message.request_ids)
             if not self.tokenizer.socket.closed:
                 for peer, message in self.tokenizer.receive():
                     self._answer(peer, message)
@@ -324,3 +326,43 @@ def test_connect_without_an_engine_is_a_startup_error(short_path: Path) -> None:
 def test_merge_keeps_order_and_counts() -> None:
     merged = merge([TextDelta(1, "a", 2, cached_tokens=5), TextDelta(1, "b", 1, Finish.STOP, "x")])
     assert merged == TextDelta(1, "ab", 3, Finish.STOP, "x", cached_tokens=5)
+
+
+def test_a_steady_reader_of_many_choices_is_not_cut_off(
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never catches up, but all that waits is one merged delta per choice, and each choice gets its turn."""
+    monkeypatch.setattr(generation, "UNREAD_BYTES", 1000)
+
+    async def scenario(client: EngineClient, engine: PlayedEngine) -> None:
+        async with request(client, choices=3) as busy:
+            items = aiter(busy)
+            seen: list[int] = []
+            for _ in range(30):
+                for choice in range(3):
+                    busy.take_delta(delta(busy, "x" * 20, choice=choice))
+                before = busy.unread_since
+                seen.append((await anext(items))[0])
+                assert busy.unread_since > before, "reading counts, however much is left"
+            assert {seen.count(choice) for choice in range(3)} == {10}
+
+    play(scenario)
+
+
+def test_an_abort_finds_its_way_without_a_tokenizer(play: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, engine: PlayedEngine) -> None:
+        async with request(client) as generation:
+            engine.killed = {"tokenizer"}
+            await until(lambda: client.health())
+        await until(lambda: engine.aborted == [generation.first_id])
+
+    play(scenario)
+
+
+def test_each_of_two_tokenizers_and_detokenizers_gets_its_share(play: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, engine: PlayedEngine) -> None:
+        groups = [{n: SimpleNamespace(endpoint=n, welcome=True, lost=False) for n in names} for names in ("ab", "cd")]
+        picked = [client._pick(links).endpoint for _ in range(2) for links in groups]
+        assert sorted(picked) == ["a", "b", "c", "d"]
+
+    play(scenario)
