@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from tokenizers import AddedToken, Tokenizer
 
-from protocol.errors import InvalidRequest
+from protocol.errors import ErrorCode, InvalidRequest, PagetideError
+from protocol.limits import MAX_PROMPT
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class TextModel:
         """Tokenise a raw prompt; text that spells a special token becomes that token.
 
         `add_special_tokens` adds BOS and EOS as the model file says, but never a second one: a prompt that starts
-        with BOS keeps the one it has. Raises InvalidRequest for text that is not valid Unicode.
+        with BOS keeps the one it has. Raises PagetideError for text that is not valid Unicode or too long.
         """
         ids = self._tokenize(text)
         if add_special_tokens:
@@ -96,7 +97,7 @@ class TextModel:
         Without hidden tokens this is the plain encoding. With them, the template's own markers become aliases, which
         the tokenizer still recognises while it takes the special tokens' real names as text. So the pre-tokenizer
         sees exactly the characters of the conversation, across the borders between template and user text.
-        Raises InvalidRequest for text that is not valid Unicode.
+        Raises PagetideError for text that is not valid Unicode or too long.
         """
         if self._hidden[0] not in rendered or self._special_pattern is None:
             return self._tokenize(rendered, "messages")
@@ -114,7 +115,15 @@ class TextModel:
         return [self.token_bytes[token].decode("utf-8", "replace") for token in ids]
 
     def _tokenize(self, text: str, param: str = "prompt") -> list[int]:
+        check_length(len(text), "characters", param)
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
         except (TypeError, UnicodeEncodeError) as error:  # what the library raises for a lone surrogate
             raise InvalidRequest("the text is not valid Unicode: it holds a lone surrogate", param) from error
+
+
+def check_length(count: int, what: str, param: str) -> None:
+    """Raise PagetideError for more than any context holds, which would take long and fit into no message."""
+    if count > MAX_PROMPT:
+        message = f"{param} has {count} {what}; at most {MAX_PROMPT} are taken"
+        raise PagetideError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param)

@@ -6,8 +6,9 @@ import msgspec
 
 from frontend.chat import ChatRenderer
 from frontend.incremental import decode
-from frontend.text_model import TextModel
+from frontend.text_model import TextModel, check_length
 from protocol.errors import ErrorCode, InvalidRequest, PagetideError
+from protocol.limits import MAX_CHOICES
 from protocol.messages import (
     ChatPrompt,
     Detokenize,
@@ -25,7 +26,6 @@ from protocol.messages import (
 
 _log = logging.getLogger("pagetide.tokenizer")
 
-MAX_CHOICES = 128
 TokenizerRequest = SubmitText | Tokenize | Detokenize
 TokenizerReply = Tokenized | Detokenized | Rejected
 
@@ -50,8 +50,9 @@ class TokenizerService:
                     ids = self._encode(message.prompt)
                     return [Tokenized(message.request_id, pack_i32(ids), self._model.pieces(ids))]
                 case Detokenize():
-                    text = decode(self._model, self._check_ids(message.ids, "tokens"))
-                    return [Detokenized(message.request_id, text)]
+                    ids = self._check_ids(message.ids, "tokens")
+                    check_length(sum(len(self._model.token_bytes[token]) for token in ids), "bytes of text", "tokens")
+                    return [Detokenized(message.request_id, decode(self._model, ids))]
         except PagetideError as error:
             return _reject(message, error.code, error.message, error.param)
         except Exception as error:  # a fault of ours: still this request's alone
@@ -77,7 +78,7 @@ class TokenizerService:
         ]
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        """Return the prompt's ids: an empty prompt is BOS alone where the model has BOS. Raises InvalidRequest."""
+        """Return the prompt's ids: an empty prompt is BOS alone where the model has BOS. Raises PagetideError."""
         match prompt:
             case TextPrompt():
                 ids = self._model.encode(prompt.text, prompt.add_special_tokens)
@@ -94,6 +95,7 @@ class TokenizerService:
     def _check_ids(self, data: bytes, param: str) -> list[int]:
         if len(data) % 4:
             raise InvalidRequest("token ids are not whole 32-bit integers", param)
+        check_length(len(data) // 4, "token ids", param)
         ids = unpack_i32(data).tolist()
         size = self._model.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < size:

@@ -8,6 +8,7 @@ from protocol.errors import InvalidRequest
 from protocol.messages import SamplingParams, TextParams
 
 MAX_TOKENS = 2**31 - 1
+MAX_PROMPT = 1 << 20  # token ids, or characters of a text: bounds the time to tokenise and the size of messages
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20

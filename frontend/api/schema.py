@@ -10,14 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from protocol.errors import InvalidRequest
-from protocol.limits import check_sampling, check_text
+from protocol.limits import MAX_PROMPT, check_sampling, check_text
 from protocol.messages import ChatPrompt, Prompt, SamplingParams, TextParams, TextPrompt, TokenPrompt, pack_i32
 
 MAX_N = 64
 MAX_ANSWERS = 256  # prompts times n
 MAX_COMPLETION_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
-MAX_PROMPT = 1 << 20  # token ids, or prompts
 MAX_DEPTH = 64  # nesting of JSON that goes to the chat template
 MAX_VALUES = 200_000  # and how many values it has
 MAX_CACHE_SALT = 256  # characters

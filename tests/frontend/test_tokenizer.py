@@ -1,13 +1,17 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from frontend import text_model
 from frontend.text_model import TextModel
-from frontend.tokenizer import MAX_CHOICES, TokenizerService
+from frontend.tokenizer import TokenizerService
+from protocol.channels import MAX_MESSAGE_BYTES
 from protocol.codec import Decoder, encode
 from protocol.errors import ErrorCode
+from protocol.limits import MAX_CHOICES, MAX_PROMPT
 from protocol.messages import (
     ChatPrompt,
     Detokenize,
@@ -135,6 +139,33 @@ def test_first_id_past_the_vocabulary(service: TokenizerService, byte_level: Tex
 def test_bad_requests_are_rejected(service: TokenizerService, message: Message, param: str) -> None:
     answer = refusal(service, message)
     assert (answer.code, answer.param) == (ErrorCode.INVALID_VALUE, param)
+
+
+@pytest.mark.parametrize(
+    ("ask", "param"),
+    [
+        (lambda many: Tokenize(1, TextPrompt("a" * many)), "prompt"),
+        (lambda many: submit(TextPrompt("a" * many)), "prompt"),
+        (lambda many: submit(TokenPrompt(pack_i32([1]) * many)), "prompt"),
+        (lambda many: submit(ChatPrompt([{"role": "user", "content": "a" * many}])), "messages"),
+        (lambda many: Detokenize(1, pack_i32([1]) * many), "tokens"),
+    ],
+)
+def test_what_would_fit_into_no_message_is_rejected(
+    service: TokenizerService, monkeypatch: pytest.MonkeyPatch, ask: Callable[[int], Message], param: str
+) -> None:
+    """A frame over MAX_MESSAGE_BYTES breaks its connection, and with it the tokenizer for everybody."""
+    assert 8 * 4 * MAX_PROMPT <= MAX_MESSAGE_BYTES, "a character is four tokens at worst, each an id and a piece"
+    answer = refusal(service, ask(MAX_PROMPT + 1))
+    assert (answer.code, answer.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, param)
+    monkeypatch.setattr(text_model, "MAX_PROMPT", 100)
+    assert not isinstance(service.handle(ask(5), "front-1")[0], Rejected)
+
+
+def test_text_of_tokens_is_bounded_by_its_length(service: TokenizerService, byte_level: TextModel) -> None:
+    longest = max(range(byte_level.vocab_size), key=lambda token: len(byte_level.token_bytes[token]))
+    answer = refusal(service, Detokenize(1, pack_i32([longest]) * (MAX_PROMPT // 2)))
+    assert (answer.code, answer.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "tokens")
 
 
 def test_every_choice_gets_its_rejection(service: TokenizerService) -> None:
