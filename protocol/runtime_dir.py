@@ -69,10 +69,12 @@ class RuntimeDir:
                 raise StartupError(f"the runtime directory {base} belongs to another user; set XDG_RUNTIME_DIR")
             _remove_stale(base)
             self.path.mkdir(mode=0o700)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            # The lock is held before it has its name: nobody sees it free, or tries it while we take it.
+            self._lock = os.open(self.path / "unlocked", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(self.path / "unlocked", self.path / "lock")
         except OSError as error:
             raise StartupError(f"can't make the runtime directory {self.path}: {error.strerror}") from error
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def remove(self) -> None:
         """Remove the directory with all sockets in it. Safe to call twice."""

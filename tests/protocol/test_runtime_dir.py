@@ -1,3 +1,4 @@
+import fcntl
 import os
 import signal
 import subprocess
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import StartupError
-from protocol.runtime_dir import RuntimeDir, base_dir, running_engines
+from protocol.runtime_dir import RuntimeDir, _remove_stale, base_dir, running_engines
 
 HOLDER = """
 import sys
@@ -80,3 +81,20 @@ def test_a_directory_being_made_is_left_alone(short_path: Path) -> None:
     (short_path / "no-lock-yet").mkdir()
     RuntimeDir(short_path).remove()
     assert (short_path / "no-lock-yet").exists()
+
+
+def test_an_engine_that_looks_around_disturbs_none_that_is_starting(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others do between the making of our lock file and its locking."""
+    lock = fcntl.flock
+
+    def look_then_lock(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        _remove_stale(short_path)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", look_then_lock)
+    mine = RuntimeDir(short_path)
+    assert running_engines(short_path) == [mine.path]
+    mine.remove()
