@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ from protocol.messages import (
     Tokenize,
     Welcome,
     pack_i64,
+    unpack_i64,
 )
 from protocol.runtime_dir import core_endpoint, output_endpoint, service_endpoint
 
 WELCOME_TIMEOUT = 600.0  # seconds; the core welcomes nobody before its model is loaded
+TURN = 16  # messages of frontends to work on before the core's answers are looked at again
 
 _log = logging.getLogger("pagetide.service")
 
@@ -55,6 +58,11 @@ class Service:
         self.server = Server(self._context, endpoint, from_frontends, (Role.FRONTEND,), self.frontend_gone)
         self.core = Link(self._context, core, Hello(PROTOCOL_VERSION, role, identity, os.getpid(), endpoint), from_core)
         self._identity = identity
+        self._aborts: list[int] = []  # what the core is still to be told
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Let the core drop requests, as soon as it takes a message."""
+        self._aborts += request_ids
 
     def frontend_gone(self, peer: Peer) -> None:
         """A frontend's connection broke."""
@@ -78,10 +86,12 @@ class Service:
         next_ping = 0.0
         while not (self.stopping or self.core.lost):
             poller.poll(int(PING_INTERVAL * 1000))
-            for peer, message in self.server.receive():
+            for peer, message in islice(self.server.receive(), TURN):
                 self._guard(lambda p=peer, m=message: self.from_frontend(p, m))  # type: ignore[misc]
             for message in self.core.receive():
                 self._guard(lambda m=message: self.from_core(m))  # type: ignore[misc]
+            if self._aborts and self.core.send(Abort(pack_i64(self._aborts))):
+                self._aborts.clear()
             if time.monotonic() >= next_ping:
                 self.server.ping()
                 next_ping = time.monotonic() + PING_INTERVAL
@@ -120,7 +130,7 @@ class TokenizerProcess(Service):
     def from_frontend(self, peer: Peer, message: Any) -> None:
         """Tokenise and pass on; what is wrong goes straight back."""
         if isinstance(message, Abort):
-            self.core.send(message)
+            self.abort(unpack_i64(message.request_ids))
             return
         for answer in self._service.handle(message, peer.identity):
             if isinstance(answer, Submit) and not self.core.send(answer):
@@ -150,22 +160,18 @@ class DetokenizerProcess(Service):
 
     def frontend_gone(self, peer: Peer) -> None:
         """Its requests have no reader any more."""
-        self._abort(self._service.frontend_gone(peer.identity))
+        self.abort(self._service.frontend_gone(peer.identity))
 
     def from_core(self, message: Any) -> None:
         """A step's tokens: to each frontend its text."""
         deltas_by_frontend, finished_early = self._service.handle(message)
-        self._abort(finished_early)
+        self.abort(finished_early)
         for frontend, deltas in deltas_by_frontend.items():
             peer = self.server.peers.get(frontend)
             if peer is None:
-                self._abort(self._service.frontend_gone(frontend))
+                self.abort(self._service.frontend_gone(frontend))
             else:
                 self.server.send(peer, TextDeltas(deltas))
-
-    def _abort(self, request_ids: list[int]) -> None:
-        if request_ids:
-            self.core.send(Abort(pack_i64(request_ids)))
 
 
 def run_tokenizer(directory: Path) -> int:
