@@ -269,10 +269,10 @@ class EngineClient:
         self._close(link)
         self._changed.set()
         generations = set(self._generations.values())
-        if link is self._core:
+        if link is self._core or link.refused:  # a service refuses whom it has dropped, and would do so again
+            what = link.refused or "the engine core is gone"
             self.lost.set()
-            self._fail(generations, ErrorCode.ENGINE_UNAVAILABLE, "the engine core is gone")
-            what = "the engine core is gone"
+            self._fail(generations, ErrorCode.ENGINE_UNAVAILABLE, what)
         else:
             self._dead.add(link.endpoint)
             self._tokenizers.pop(link.endpoint, None)
@@ -281,7 +281,7 @@ class EngineClient:
             mine = [g for g in generations if g.detokenizer is link or (g.tokenizer is link and not g.is_accepted)]
             self._fail(mine, ErrorCode.ENGINE_UNAVAILABLE, what)
         for asked, future in self._answers.values():
-            if (asked is link or link is self._core) and not future.done():
+            if (asked is link or self.lost.is_set()) and not future.done():
                 future.set_exception(PagetideError(ErrorCode.ENGINE_UNAVAILABLE, what))
 
     def _fail(self, generations: Iterable[Generation], code: ErrorCode, message: str) -> None:

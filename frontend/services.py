@@ -195,5 +195,5 @@ def _run(make: "Callable[[], TokenizerProcess | DetokenizerProcess]") -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if code:
-        print("error: the engine core is gone", file=sys.stderr)
+        print(f"error: {process.core.refused or 'the engine core is gone'}", file=sys.stderr)
     return code

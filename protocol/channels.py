@@ -2,8 +2,9 @@
 
 Every frame is an 8-byte little-endian sequence number, counted per direction of a connection, then one encoded message.
 Sends never block. What ZeroMQ can't take at once waits in a bounded backlog per peer; a peer that lets it overflow is
-declared gone. A peer whose connection broke is noticed at the next send, at the latest at the next Ping. Identities and
-endpoints of services are never used twice, so a connection that has been lost stays lost: nobody reconnects.
+declared gone, and Refused as soon as it reads again. A peer whose connection broke is noticed at the next send, at the
+latest at the next Ping. Identities and endpoints of services are never used twice, so a connection that has been lost
+stays lost: nobody reconnects.
 
 Sockets belong to one thread. `fileno()` is for an event loop's reader: after each wake-up and after each send, call
 `receive()` until it is empty (the descriptor is edge-triggered).
@@ -100,6 +101,7 @@ class Server:
         self._welcome: Welcome | None = None
         self._early: list[tuple[bytes, Hello]] = []
         self.peers: dict[str, Peer] = {}
+        self._late: list[Peer] = []  # dropped for their backlog, and not yet told so
         self.sequence_gaps = 0
 
     @property
@@ -185,6 +187,7 @@ class Server:
                 break
             peer.backlog_bytes -= len(peer.backlog.popleft())
         if peer.backlog_bytes > BACKLOG_BYTES:
+            self._late.append(peer)
             self.drop(peer)
 
     def _try_send(self, address: bytes, frame: bytes) -> bool | None:
@@ -200,12 +203,14 @@ class Server:
             raise
 
     def ping(self) -> None:
-        """Notice peers that are gone, and push backlogs on. Call it every PING_INTERVAL seconds."""
+        """Notice peers that are gone, push backlogs on, tell who was dropped. Call it every PING_INTERVAL seconds."""
         for peer in list(self.peers.values()):
             if peer.backlog:
                 self._drain(peer)
             else:
                 self.send(peer, Ping())
+        refused = Refused("this process did not read what it was sent")
+        self._late = [peer for peer in self._late if self._try_send(peer.address, _frame(0, refused)) is False]
 
     def drop(self, peer: Peer) -> None:
         """Forget a peer."""

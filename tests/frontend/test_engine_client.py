@@ -88,6 +88,7 @@ class PlayedEngine(threading.Thread):
                     self._answer(peer, message)
             if not self.detokenizer.socket.closed:
                 list(self.detokenizer.receive())
+                self.detokenizer.ping()
                 deltas, self.outbox = self.outbox, []
                 for peer in list(self.detokenizer.peers.values()) if deltas else []:
                     for delta in deltas:
@@ -252,6 +253,19 @@ def test_a_lost_process_is_an_error_in_the_stream(play: Callable[[Scenario], Non
             assert caught.value.code is ErrorCode.ENGINE_UNAVAILABLE
         assert client.lost.is_set() == (victim == "core")
         assert client.health()
+
+    play(scenario)
+
+
+def test_a_client_that_a_service_has_dropped_is_lost_as_a_whole(play: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, engine: PlayedEngine) -> None:
+        async with request(client) as generation:
+            (peer,) = engine.detokenizer.peers.values()
+            engine.detokenizer.drop(peer)
+            engine.detokenizer._late.append(peer)
+            with pytest.raises(PagetideError, match="did not read"):
+                await collect(generation)
+        assert client.lost.is_set()
 
     play(scenario)
 

@@ -177,6 +177,13 @@ def test_a_peer_that_stops_reading_loses_nothing_until_its_backlog_overflows(
         rig.server.send(peer, Rejected(0, "queue_full", filler))
     assert rig.gone == [peer]
     assert list(rig.server.peers) == [p for p in by_identity if p != peer.identity], "the other peer is undisturbed"
+    deadline = time.monotonic() + 5
+    while not link.lost:  # a peer that doesn't know would wait for ever for what was aborted
+        assert time.monotonic() < deadline
+        rig.server.ping()
+        list(link.receive())
+    assert "did not read" in link.refused
+    assert not rig.server._late
 
 
 @pytest.mark.parametrize(
