@@ -16,7 +16,7 @@ from engine_core.runner import Runner
 from engine_core.scheduler import Capacity, Scheduler
 from protocol.channels import PING_INTERVAL, new_identity
 from protocol.errors import ErrorCode
-from protocol.messages import PROTOCOL_VERSION, Abort, CoreStatus, ModelInfo, PeerInfo, Role, Welcome
+from protocol.messages import PROTOCOL_VERSION, Abort, CoreStatus, Finish, ModelInfo, PeerInfo, Role, Welcome
 from protocol.messages import Limits as WireLimits
 from protocol.runtime_dir import core_endpoint, output_endpoint, status_endpoint
 
@@ -102,9 +102,11 @@ class EngineCore:
         self._failed_steps = 0
         self.last_progress = time.monotonic()
         self.step_seconds += self.last_progress - started
-        self.generated_tokens += len(outcomes)
+        failed = sum(outcome.finish is Finish.ERROR for outcome in outcomes)
+        self.failed += failed
+        self.generated_tokens += len(outcomes) - failed
         self.prompt_tokens += sum(len(row.tokens) for row in plan.prefills)
-        self.finished += sum(bool(outcome.finish) for outcome in outcomes)
+        self.finished += sum(bool(outcome.finish) for outcome in outcomes) - failed
 
     def _take_in(self) -> None:
         """Let in what has come since the last step: requests, aborts, news of the dead."""
@@ -219,8 +221,8 @@ class EngineCore:
             waiting_tokens=scheduler.waiting_tokens,
             running=len(scheduler.running),
             peers=self._peers(),
-            gauges=dict(gauges),
-            counters=dict(counters),
+            gauges=gauges,
+            counters=counters,
             memory=self.memory,
         )
 

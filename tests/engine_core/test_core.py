@@ -51,6 +51,7 @@ class ScriptedRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
+        self.is_finite = True
 
     def launch(self, plan: StepPlan) -> "ScriptedRunner":
         self.plan = plan
@@ -62,7 +63,7 @@ class ScriptedRunner:
         if self.error:
             raise self.error
         rows = [*self.plan.decodes, *self.plan.prefills]
-        return StepResult([(row.tokens[-1] + 1) % VOCAB for row in rows if row.samples])
+        return StepResult([(row.tokens[-1] + 1) % VOCAB if self.is_finite else -1 for row in rows if row.samples])
 
 
 class Rig:
@@ -268,6 +269,15 @@ def test_a_step_that_raises_ends_its_requests_with_an_error_and_the_engine_goes_
     rig.runner.error = None
     rig.submit(2, [1])
     assert len(rows(take(rig.detokenizer, 4))) == 3
+
+
+def test_logits_that_are_not_finite_fail_their_request(rig: Rig) -> None:
+    rig.runner.is_finite = False
+    rig.submit(1, [1])
+    messages = take(rig.detokenizer, 2)
+    assert messages[1].extras[0].error_code is ErrorCode.NON_FINITE_LOGITS
+    counters = rig.status(lambda s: s.counters["requests_failed_total"] == 1).counters
+    assert counters["requests_finished_total"] == counters["generated_tokens_total"] == 0
 
 
 def test_steps_that_go_on_raising_end_the_core(rig: Rig) -> None:
