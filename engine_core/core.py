@@ -184,7 +184,7 @@ class EngineCore:
         """The heartbeat. Reads counters only; numbers of one message may be a step apart."""
         scheduler, pool, now = self.scheduler, self.scheduler.pool, time.monotonic()
         busy = scheduler.has_work
-        gauges = {
+        gauges: dict[str, float] = {
             "kv_blocks_total": pool.num_blocks,
             "kv_blocks_free": pool.free,
             "kv_blocks_cached": pool.cached,
@@ -192,7 +192,7 @@ class EngineCore:
             "requests_running": len(scheduler.running),
             "requests_waiting_tokens": scheduler.waiting_tokens,
         }
-        counters = {
+        counters: dict[str, float] = {
             "steps_total": scheduler.step,
             "step_seconds_total": self.step_seconds,
             "prompt_tokens_total": self.prompt_tokens,
