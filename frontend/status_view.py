@@ -5,16 +5,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
 from frontend.options import format_size
-from protocol.codec import Decoder
+from protocol.codec import Decoder, as_objects
 from protocol.errors import StartupError
-from protocol.messages import CoreStatus, Role
+from protocol.messages import CoreStatus
 from protocol.runtime_dir import status_endpoint
 
 TIMEOUT = 3.0  # seconds to wait for a heartbeat, which comes several times a second
@@ -54,17 +53,7 @@ class StatusReader:
 
 def as_json(status: CoreStatus) -> str:
     """The status with its field names, which the wire leaves out."""
-    return json.dumps(_named(status), indent=2)
-
-
-def _named(value: Any) -> Any:
-    if isinstance(value, msgspec.Struct):
-        return {name: _named(getattr(value, name)) for name in value.__struct_fields__}
-    if isinstance(value, Role):
-        return value.name.lower()
-    if isinstance(value, list):
-        return [_named(item) for item in value]
-    return value
+    return json.dumps(as_objects(status), indent=2)
 
 
 def status_view(status: CoreStatus, tokens_per_second: float | None = None) -> Group:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.messages import Message
+from protocol.messages import Message, Role
 
 _log = logging.getLogger("pagetide.wire")
 _encoder = msgspec.msgpack.Encoder()
@@ -42,3 +42,12 @@ class Decoder:
         if now - self._last_log >= self.LOG_INTERVAL:
             self._last_log = now
             _log.warning("%s: dropped a bad message (%d so far): %s", self._where, self.dropped, reason[:200])
+
+
+def as_objects(value: Any) -> Any:
+    """Turn a message, an array on the wire, into dicts with its fields' names, for JSON that people read."""
+    if isinstance(value, msgspec.Struct):
+        return {name: as_objects(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, list):
+        return [as_objects(item) for item in value]
+    return value.name.lower() if isinstance(value, Role) else value

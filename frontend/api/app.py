@@ -21,8 +21,9 @@ from frontend.api.errors import ClientGone, describe
 from frontend.api.generate import Answer, Attended, Job
 from frontend.engine_client import EngineClient
 from frontend.metrics import CONTENT_TYPE, Metrics
+from protocol.codec import as_objects
 from protocol.errors import ErrorCode, PagetideError
-from protocol.messages import Role, unpack_i32
+from protocol.messages import unpack_i32
 
 _log = logging.getLogger("pagetide.api")
 MAX_REQUEST_ID = 128
@@ -180,7 +181,7 @@ class Api:
         status = self._client.status
         if status is None:
             raise PagetideError(ErrorCode.ENGINE_UNAVAILABLE, "the engine core has not reported yet")
-        return _json({"health": self._client.health() or "ok", **_as_objects(status)})
+        return _json({"health": self._client.health() or "ok", **as_objects(status)})
 
 
 class _Gate:
@@ -256,12 +257,3 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-def _as_objects(value: Any) -> Any:
-    """Turn wire structs, which are arrays in JSON, into objects."""
-    if isinstance(value, msgspec.Struct):
-        return {name: _as_objects(getattr(value, name)) for name in value.__struct_fields__}
-    if isinstance(value, list):
-        return [_as_objects(item) for item in value]
-    return value.name.lower() if isinstance(value, Role) else value
