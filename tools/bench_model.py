@@ -1,6 +1,6 @@
 """Decode and prefill through ModelRunner against transformers in bfloat16, on a Llama GGUF's dequantised weights.
 
-    python tools/bench_model.py MODEL.gguf [--threads 2] [--quality FILE]
+    python tools/bench_model.py [MODEL.gguf] [--threads 2] [--quality FILE]
 
 Each engine runs in a process of its own, in turn, twice; the best of its runs counts. `--quality` takes a JSON file
 like tests/data/smollm2-greedy.json and compares each weights mode with FP32, teacher-forced.
@@ -14,7 +14,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from frontend.models import DEFAULT_MODEL, local_path
 
 STREAMS = (1, 4, 8)
 PROMPT, TOKENS, PREFILL, CONTEXT = 32, 64, 512, 1024
@@ -63,62 +64,17 @@ def ours(model: str, dtype: str, weights: str, threads: int) -> dict[str, float]
 
 def peer(model: str, threads: int) -> dict[str, float]:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from engine_core.model.config import from_gguf
-    from engine_core.model.gguf_file import GGUFFile
-    from engine_core.model.weights_gguf import GGUFWeights
+    from tools.transformers_peer import Peer
 
     torch.set_num_threads(threads)
     started = time.perf_counter()
-    file = GGUFFile(Path(model))
-    config = from_gguf(file)
-    weights = GGUFWeights(file, config)
-    parts = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
-    parts |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-    parts |= {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    state = {"model.embed_tokens.weight": weights.dense("embed"), "model.norm.weight": weights.dense("norm")}
-    for number in range(config.num_layers):
-        for ours_name, theirs in parts.items():
-            state[f"model.layers.{number}.{theirs}.weight"] = weights.dense(f"layers.{number}.{ours_name}")
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    loaded: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            max_position_embeddings=config.max_context,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope.theta,
-            tie_word_embeddings=True,
-        )
-    )
-    loaded.load_state_dict(state)
-    loaded = loaded.to(torch.bfloat16).eval()
+    loaded = Peer(Path(model))
     result = {"load s": time.perf_counter() - started}
-
-    def forward(ids: torch.Tensor, cache: Any) -> Any:
-        return loaded(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-    def prefill() -> float:
-        at = time.perf_counter()
-        forward(torch.arange(100, 100 + PREFILL)[None], None)
-        return PREFILL / (time.perf_counter() - at)
-
-    def decode(streams: int) -> float:
-        out = forward(torch.arange(PROMPT) + torch.arange(100, 100 + streams)[:, None], None)
-        at = time.perf_counter()
-        for _ in range(TOKENS):
-            out = forward(out.logits[:, -1:].argmax(-1), out.past_key_values)
-        return streams * TOKENS / (time.perf_counter() - at)
-
-    with torch.inference_mode():
-        for streams in STREAMS:
-            result[f"decode {streams}"] = best(lambda n=streams: decode(n))  # type: ignore[misc]
-        result[f"prefill {PREFILL}"] = best(prefill, 5)
+    for streams in STREAMS:
+        prompts = [list(range(100 + n, 100 + n + PROMPT)) for n in range(streams)]
+        result[f"decode {streams}"] = best(lambda p=prompts: loaded.decode(p, TOKENS))  # type: ignore[misc]
+    result[f"prefill {PREFILL}"] = best(lambda: loaded.prefill(list(range(100, 100 + PREFILL))), 5)
     return result
 
 
@@ -175,7 +131,7 @@ def in_process(arguments: list[str]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", default=str(local_path(DEFAULT_MODEL)))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quality", metavar="JSON")
