@@ -3,6 +3,8 @@
 import ctypes
 import os
 import sys
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -35,9 +37,38 @@ def has_fast_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def set_threads(count: int) -> None:
-    """Use `count` CPU threads in torch; 0: as many as there are cores for us, at most 8."""
-    torch.set_num_threads(count or min(len(os.sched_getaffinity(0)), 8))
+class StepThreads:
+    """How many CPU threads a step gets: one while it is small, else all.
+
+    Threads meet at a barrier after each op. In a small step that gains little, and costs much when one of them has to
+    wait for its core, which in a machine with other busy processes is often: 29 instead of 57 tokens/s on two cores.
+    """
+
+    WORTH_SHARING = 400e-6  # seconds of one thread's work in a layer (measured: at 300, two threads gain 20 %)
+    _TRIALS = (1, 2, 3, 4, 8, 16)  # tokens in a step
+
+    def __init__(self, count: int) -> None:
+        """`count` threads at most; 0: as many as there are cores for us, at most 8."""
+        self._most = count or min(len(os.sched_getaffinity(0)), 8)
+        self._share_from = 1
+        torch.set_num_threads(self._most)
+
+    def measure(self, run_step: Callable[[int], object], num_layers: int) -> None:
+        """Find from how many tokens on a step is worth sharing; `run_step(n)` computes one of n tokens."""
+        if self._most == 1:
+            return
+        for tokens in self._TRIALS:
+            self._share_from = tokens + 1
+            run_step(tokens)
+            started = time.perf_counter()
+            run_step(tokens)
+            if time.perf_counter() - started > self.WORTH_SHARING * num_layers:
+                self._share_from = tokens
+                return
+
+    def use_for(self, num_tokens: int) -> None:
+        """Set torch's threads for a step of so many tokens."""
+        torch.set_num_threads(1 if num_tokens < self._share_from else self._most)
 
 
 def keep_freed_memory() -> None:

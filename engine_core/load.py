@@ -28,9 +28,9 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
 
         runner: LoadedRunner = NullRunner(config)
     else:
-        # OpenMP threads that spin at a barrier stall the step as soon as another process wants their core: with one
-        # busy neighbour on two cores, 8 streams fell from 300 to 23 tokens/s. libgomp reads this when torch loads it.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # How long an OpenMP thread spins at a barrier before it sleeps. libgomp's own 300,000 rounds stall a step as soon
+        # as another process wants the core (300 tokens/s became 23); without any, waking threads takes half of a step.
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
         from engine_core.model_runner import load_runner
 
         runner = load_runner(config, progress)

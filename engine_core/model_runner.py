@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine_core.batch import Batch, build_batch, wants_prompt_logprobs
-from engine_core.device import keep_freed_memory, open_device, set_threads
+from engine_core.device import StepThreads, keep_freed_memory, open_device
 from engine_core.kv_store import KVStore
 from engine_core.memory import MemoryPlan, open_model, plan_memory
 from engine_core.model.decoder import Decoder
@@ -33,13 +33,19 @@ class ModelRunner:
     """A `Runner` over one decoder and one KV pool."""
 
     def __init__(
-        self, decoder: Decoder, store: KVStore, memory: MemoryPlan, vocab_size: int, dtype: torch.dtype
+        self,
+        decoder: Decoder,
+        store: KVStore,
+        memory: MemoryPlan,
+        vocab_size: int,
+        dtype: torch.dtype,
+        threads: StepThreads,
     ) -> None:
         self.model_config = decoder.config
         self.eos_token_ids = list(decoder.config.eos_token_ids)
         self.vocab_size, self.max_context, self.num_blocks = vocab_size, memory.max_context, memory.num_blocks
         self.memory, self.summary = memory.by_use(), memory.summary()
-        self.store = store
+        self.store, self.threads = store, threads
         self.decoder, self._dtype = decoder, dtype
         self._windows = frozenset(decoder.config.windows)
         self._sampler = Sampler(vocab_size, store.pool.device, self.eos_token_ids)
@@ -47,6 +53,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> FinishedStep:
         """Run the forward pass and sample. The plan's block tables are read here and not kept."""
+        self.threads.use_for(plan.num_tokens)
         batch, hidden = self.forward(plan)
         rows = [*plan.decodes, *plan.prefills]
         sampling = [(row, end) for row, end in zip(rows, batch.ends, strict=True) if row.samples]
@@ -71,15 +78,21 @@ class ModelRunner:
         return self._sampler.prompt_logprobs(logits, following, row.sampling.prompt_logprobs)
 
     def warm_up(self) -> None:
-        """Run one small step on block 0, so that the first request doesn't pay for lazy set-up."""
+        """Run small steps on block 0: the first request doesn't pay for lazy set-up, and the threads are chosen."""
         sampling = SamplingParams(temperature=0.0)
-        self.launch(StepPlan(0, [Row(0, [0], 0, [0], True, sampling, 0)], [])).tokens()
+
+        def step(tokens: int) -> None:
+            rows = [Row(number, [0], 0, [0], True, sampling, 0) for number in range(tokens)]
+            self.launch(StepPlan(0, rows, [])).tokens()
+
+        step(1)
+        self.threads.measure(step, self.model_config.num_layers)
 
 
 def load_runner(config: EngineConfig, progress: Callable[[int, int], None] = lambda done, total: None) -> ModelRunner:
     """Load `config.model` and allocate the pool. Raises StartupError. `progress` gets bytes done and in total."""
     device = open_device(config.device)
-    set_threads(config.threads)
+    threads = StepThreads(config.threads)
     keep_freed_memory()
     model = open_model(config, device)
     memory = plan_memory(model, config)
@@ -96,6 +109,6 @@ def load_runner(config: EngineConfig, progress: Callable[[int, int], None] = lam
     with torch.inference_mode():
         decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
     store = KVStore(model.kv_format, model.kv_shape, memory.num_blocks, device)
-    runner = ModelRunner(decoder, store, memory, model.vocab_size, model.maker.dtype)
+    runner = ModelRunner(decoder, store, memory, model.vocab_size, model.maker.dtype, threads)
     runner.warm_up()
     return runner

@@ -9,8 +9,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# As engine_core/load.py does, before torch is loaded: spinning OpenMP threads stall when a core is taken.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# As engine_core/load.py does, before torch is loaded: OpenMP threads that spin long stall when a core is taken.
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")

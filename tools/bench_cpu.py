@@ -11,7 +11,6 @@ figures drift between machines: read the ratios. `--peers` needs the dev extras 
 import argparse
 import asyncio
 import json
-import os
 import random
 import tempfile
 import time
@@ -39,7 +38,6 @@ def prompts(streams: int) -> list[list[int]]:
 
 
 def load_peer(model: Path) -> Any:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as our engine does: the fairer, and here the faster, setting
     from tools.transformers_peer import Peer
 
     return Peer(model)
