@@ -28,10 +28,11 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Variant:
-    """One translation unit: a file of `kernels/cuda` and its macros."""
+    """One translation unit: a file of `kernels/cuda` and its macros; `only` names the one target it is for, if any."""
 
     file: str
     macros: tuple[tuple[str, int], ...] = ()
+    only: str | None = None
 
     @property
     def entry(self) -> str:
@@ -233,6 +234,7 @@ def compile_variant(variant: Variant, target: str, cache: Cache | None = None) -
     """Compile for `sm_N` (cubin) or `compute_N` (PTX). Raises KernelError with the compiler's words."""
     nvrtc, cache = load_nvrtc(), cache or user_cache()
     source = read_source(variant.file)
+    target = variant.only or target
     ptx = target.startswith("compute_")
     options = (
         f"--gpu-architecture={target}",

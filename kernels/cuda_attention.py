@@ -10,8 +10,19 @@ import torch
 from torch import Tensor
 
 from kernels.compiler import KernelError, Variant
-from kernels.cuda_layout import TILE, KVLayout, Places, check_batch, check_heads, check_vector, prefill_tile, variant
-from kernels.launcher import Kernel, kernel
+from kernels.cuda_layout import (
+    HOPPER_HEAD_DIMS,
+    HOPPER_PREFILL,
+    TILE,
+    KVLayout,
+    Places,
+    check_batch,
+    check_heads,
+    check_vector,
+    prefill_tile,
+    variant,
+)
+from kernels.launcher import Kernel, device_target, kernel
 
 
 class WriteKV:
@@ -178,7 +189,7 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """Causal attention of chunks of prompts."""
+    """Causal attention of chunks of prompts. `portable`: without the instructions that only Hopper has."""
 
     def __init__(
         self,
@@ -191,6 +202,7 @@ class PrefillAttention:
         device: torch.device,
         window: int = 0,
         scale: float | None = None,
+        portable: bool = False,
     ) -> None:
         if num_heads % num_kv_heads:
             raise KernelError(f"{num_heads} query heads on {num_kv_heads} KV heads")
@@ -198,10 +210,12 @@ class PrefillAttention:
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._group, self._dtype, self._window = num_heads // num_kv_heads, dtype, window
         self._scale = (head_dim**-0.5 if scale is None else scale) * math.log2(math.e)
-        keys, self._rows = prefill_tile(head_dim)
-        unit = variant("prefill_attention.cu", k_format, v_format, head_dim, dtype)
-        shared_bytes = (4 * keys + self._rows) * (head_dim * 2 + 16)
-        self._kernel = kernel(unit, "6P7q5if", 128, _index(device), shared_bytes)
+        index = _index(device)
+        hopper = device_target(index) == "sm_90" and head_dim in HOPPER_HEAD_DIMS and not portable
+        file = HOPPER_PREFILL if hopper else "prefill_attention.cu"
+        _, self._rows, threads, shared_bytes = prefill_tile(file, head_dim)
+        unit = variant(file, k_format, v_format, head_dim, dtype)
+        self._kernel = kernel(unit, "6P7q5if", threads, index, shared_bytes)
 
     def __call__(
         self,

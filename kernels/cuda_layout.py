@@ -67,9 +67,17 @@ def plain_layout(
     )
 
 
-def prefill_tile(head_dim: int) -> tuple[int, int]:
-    """Keys and query rows of a tile: two blocks' worth of them fit in the shared memory of compute capability 8.0."""
-    return (16, 64) if head_dim > 128 else (32, 128)
+HOPPER_PREFILL = "prefill_attention_sm90.cu"
+HOPPER_HEAD_DIMS = (64, 128)
+
+
+def prefill_tile(file: str, head_dim: int) -> tuple[int, int, int, int]:
+    """Of a prefill kernel: keys of a tile, query rows and threads of a block, bytes of shared memory."""
+    if file == HOPPER_PREFILL:
+        return 64, 128, 256, (4 * 64 + 128) * head_dim * 2 + 1024
+    # Two blocks' worth fit in the shared memory of compute capability 8.0, one in that of 8.6.
+    keys, rows = (16, 64) if head_dim > 128 else (32, 128)
+    return keys, rows, 128, (4 * keys + rows) * (head_dim * 2 + 16)
 
 
 def variant(file: str, k_format: str, v_format: str, head_dim: int, dtype: torch.dtype, row_tiles: int = 0) -> Variant:
@@ -83,11 +91,11 @@ def variant(file: str, k_format: str, v_format: str, head_dim: int, dtype: torch
         "V_FORMAT": FORMATS[v_format],
         "QUERY_BF16": int(dtype == torch.bfloat16),
     }
-    if file == "prefill_attention.cu":
-        macros["KEYS"] = prefill_tile(head_dim)[0]
+    if file.startswith("prefill"):
+        macros["KEYS"] = prefill_tile(file, head_dim)[0]
     if row_tiles:
         macros["ROW_TILES"] = row_tiles
-    return Variant(file, tuple(macros.items()))
+    return Variant(file, tuple(macros.items()), "sm_90a" if file == HOPPER_PREFILL else None)
 
 
 def all_variants() -> list[Variant]:
@@ -98,6 +106,8 @@ def all_variants() -> list[Variant]:
         pairs = [(own, own), *((name, name) for name in eight_bit), *((own, name) for name in eight_bit)]
         for (k, v), head_dim in itertools.product(pairs, HEAD_DIMS):
             found += [variant(file, k, v, head_dim, dtype) for file in ("write_kv.cu", "prefill_attention.cu")]
+            if head_dim in HOPPER_HEAD_DIMS:
+                found.append(variant(HOPPER_PREFILL, k, v, head_dim, dtype))
             tiles = (1,) if head_dim > 128 else (1, 2)
             found += [variant("decode_attention.cu", k, v, head_dim, dtype, t) for t in tiles]
     return found

@@ -127,7 +127,7 @@ def sdpa_decode(model: str, batch: int, context: int) -> dict[str, Any]:
     return result | times | {"TB/s": read / times["us"] / 1e6}
 
 
-def prefill_attention(model: str, tokens: int, context: int, kv_format: str) -> dict[str, Any]:
+def prefill_attention(model: str, tokens: int, context: int, kv_format: str, portable: bool = False) -> dict[str, Any]:
     heads, kv_heads, _ = MODELS[model]
     layout = plain_layout(kv_format, kv_format, 1, kv_heads, HEAD_DIM, BLOCK, 0)
     pool = random_pool(kv_format, kv_format, 1, kv_heads, context // BLOCK)
@@ -136,10 +136,13 @@ def prefill_attention(model: str, tokens: int, context: int, kv_format: str) -> 
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
     query = torch.randn(tokens, heads, HEAD_DIM, device=DEVICE).bfloat16()
     out = torch.empty_like(query)
-    attention = PrefillAttention(kv_format, kv_format, heads, kv_heads, HEAD_DIM, torch.bfloat16, DEVICE)
+    attention = PrefillAttention(
+        kv_format, kv_format, heads, kv_heads, HEAD_DIM, torch.bfloat16, DEVICE, portable=portable
+    )
     times = time_calls([lambda: attention(layout, pool, query, out, tables, lengths, starts, tokens)] * 3)
     pairs = tokens * context - tokens * (tokens - 1) / 2
-    result = {"op": "prefill", "model": model, "tokens": tokens, "context": context, "k": kv_format, "v": kv_format}
+    op = "prefill, portable" if portable else "prefill"
+    result = {"op": op, "model": model, "tokens": tokens, "context": context, "k": kv_format, "v": kv_format}
     return result | times | {"TFLOP/s": 4 * pairs * heads * HEAD_DIM / times["us"] / 1e6}
 
 
@@ -247,6 +250,8 @@ def main() -> None:
     if "p" in groups:
         for kv_format in ("bf16", "int8", "e4m3", "e5m2", "e4m3_scaled"):
             add(prefill_attention("gqa8", 8192, 8192, kv_format))
+        for kv_format in ("bf16", "int8", "e4m3"):
+            add(prefill_attention("gqa8", 8192, 8192, kv_format, portable=True))
         add(prefill_attention("gqa8", 2048, 32768, "bf16"))
         add(prefill_attention("gqa8", 512, 8192, "bf16"))
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):

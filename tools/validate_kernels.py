@@ -36,9 +36,8 @@ def attend(op: str, case: Case) -> torch.Tensor:
         attention.plan(*batch)
         attention(layout, case.pool, case.query, out)
     else:
-        PrefillAttention(*kinds, case.query.dtype, DEVICE)(
-            layout, case.pool, case.query, out, *batch, case.most_queries
-        )
+        attention = PrefillAttention(*kinds, case.query.dtype, DEVICE, portable=op == "prefill, portable")
+        attention(layout, case.pool, case.query, out, *batch, case.most_queries)
     return out
 
 
@@ -49,6 +48,7 @@ def attention_rows() -> Iterator[dict[str, Any]]:
             ("decode", 16, 2, [1] * len(lengths)),
             ("decode", 28, 4, [min(n, 16) for n in lengths]),
             ("prefill", 28, 4, [min(n, 200) for n in lengths]),
+            ("prefill, portable", 28, 4, [min(n, 200) for n in lengths]),
         ):
             case = make_case(k, v, lengths, dtype=dtype, counts=counts, heads=heads, kv_heads=kv_heads)
             error = compare(attend(op, case), reference(case))
@@ -105,7 +105,7 @@ def main() -> int:
         row["passed"] = row["cosine"] >= (0.99 if row["op"].startswith("write") else LEAST_COSINE)
         rows.append(row)
         print(
-            f"{row['op']:8} {row['dtype']:9} K {row['k']:12} V {row['v']:12} cosine {row['cosine']:.8f}  "
+            f"{row['op']:17} {row['dtype']:9} K {row['k']:12} V {row['v']:12} cosine {row['cosine']:.8f}  "
             f"max abs {row['max_abs_error']:.2e}  relative {row['relative_error']:.2e}"
             + ("" if row["passed"] else "  FAILED")
         )

@@ -56,7 +56,7 @@ def run_decode(case: Case, attention: DecodeAttention | None = None) -> torch.Te
     return out
 
 
-def run_prefill(case: Case) -> torch.Tensor:
+def run_prefill(case: Case, portable: bool = False) -> torch.Tensor:
     layout = case.layout
     attention = PrefillAttention(
         layout.k_format,
@@ -67,6 +67,7 @@ def run_prefill(case: Case) -> torch.Tensor:
         case.query.dtype,
         DEVICE,
         window=case.window,
+        portable=portable,
     )
     out, whole = guarded(case.query)
     attention(layout, case.pool, case.query, out, case.tables, case.lengths, case.query_start, case.most_queries)
@@ -115,7 +116,8 @@ def test_window(window: int) -> None:
             case = make_case(k, k, lengths, dtype=torch.bfloat16, counts=counts, window=window)
             check(run_decode(case), case)
         case = make_case(k, k, lengths, dtype=torch.bfloat16, counts=(1, 90, 150, 300), window=window)
-        check(run_prefill(case), case)
+        for portable in (False, True):
+            check(run_prefill(case, portable), case)
 
 
 def test_slots_behind_the_window_are_not_read() -> None:
@@ -133,7 +135,8 @@ def test_shared_blocks_and_far_blocks(first_block: int) -> None:
     assert first_block == 0 or case.pool.numel() > 2**31
     check(run_decode(case), case)
     case = replace(case, query_start=torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda"))
-    check(run_prefill(case), case)
+    for portable in (False, True):
+        check(run_prefill(case, portable), case)
 
 
 def test_values_of_one_give_exactly_one() -> None:
@@ -184,7 +187,8 @@ def test_prefill_of_every_format(dtype: torch.dtype) -> None:
     lengths, counts = (1, 17, 100, 129, 700, 2000, 0, 64), (1, 16, 100, 65, 512, 1, 0, 64)
     for k, v in pairs(dtype):
         case = make_case(k, v, lengths, dtype=dtype, counts=counts, heads=14)
-        check(run_prefill(case), case)
+        for portable in (False, True):
+            check(run_prefill(case, portable), case)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -202,7 +206,8 @@ def test_prefill_of_every_head_dim_and_group(head_dim: int, heads: int, kv_heads
             head_dim=head_dim,
             block_size=32,
         )
-        check(run_prefill(case), case)
+        for portable in (False, True):
+            check(run_prefill(case, portable), case)
 
 
 def test_software_fp8_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,165 @@
+// Prefill attention with Hopper's warpgroup matrix instructions. See prefill_attention.cu for what is computed.
+//
+// Two warpgroups of 64 query rows each. The scores of the next tile run on the tensor cores during the softmax of this
+// one, so K is a tile further ahead than V. Tiles stand in rows of 128 bytes (64 elements), with the hardware's 128-byte
+// swizzle: a long head takes several such columns, one after the other.
+//
+// Macros: HEAD_DIM (64 or 128); K_FORMAT, V_FORMAT; QUERY_BF16; KEYS (64). For sm_90a only.
+constexpr int WARPS = 8;
+constexpr int ROW_TILES = 1;
+#include "prefill.cuh"
+
+constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2;
+
+DEVICE u32 place(int rows, int row, int piece) {
+    return (piece >> 3) * (rows * 128) + row * 128 + ((piece & 7 ^ row & 7) << 4);
+}
+
+// A matrix of 128-byte rows in shared memory, in groups of 8 rows that follow each other; `columns_apart`: bytes between
+// its columns of 64 elements, where an instruction spans several.
+DEVICE u64 descriptor(u32 address, int columns_apart) {
+    return (u64)(address >> 4 & 0x3fff) | (u64)(columns_apart >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+#define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3)
+#define D32                                                                                                          \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+    "%30,%31}"
+#define D64                                                                                                          \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+    "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"    \
+    "%57,%58,%59,%60,%61,%62,%63}"
+
+// d[64 x 64] = or += a * b^T: both of 64 rows with 16 elements, in shared memory.
+#define SCORES(TYPE)                                                                                      \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"                                               \
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " D32 ", %32, %33, p, 1, 1, 0, 0;}" \
+                 : SIXTEEN(0), SIXTEEN(4) : "l"(a), "l"(b), "r"((int)add))
+DEVICE void multiply_scores(float (&d)[8][4], u64 a, u64 b, bool add) {
+    if constexpr (KF::BF16_MMA) SCORES("bf16");
+    else SCORES("f16");
+}
+
+// d[64 x HEAD_DIM] += a[64 x 16] * b: a in registers, b 16 rows of HEAD_DIM elements in shared memory.
+#define OUTPUT64(TYPE)                                                                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " D32                      \
+                 ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"                                                  \
+                 : SIXTEEN(0), SIXTEEN(4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define OUTPUT128(TYPE)                                                                                   \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " D64                     \
+                 ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                                                  \
+                 : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+DEVICE void multiply_output(float (&d)[2 * STEPS][4], const u32 (&a)[4], u64 b) {
+    if constexpr (HEAD_DIM == 64) {
+        if constexpr (VF::BF16_MMA) OUTPUT64("bf16");
+        else OUTPUT64("f16");
+    } else {
+        if constexpr (VF::BF16_MMA) OUTPUT128("bf16");
+        else OUTPUT128("f16");
+    }
+}
+
+DEVICE void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void matrix_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void matrix_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// The compiler does not know that a pending instruction writes these: it must not move or use them before the wait.
+template <int N> DEVICE void pin(float (&d)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : FOUR(i)::"memory");
+}
+
+DEVICE void start_scores(float (&s)[8][4], u32 query, u32 k_tile) {
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+        multiply_scores(s, descriptor(query + i / 4 * (ROWS * 128) + i % 4 * 32, 16),
+                        descriptor(k_tile + i / 4 * (KEYS * 128) + i % 4 * 32, 16), i > 0);
+    matrix_commit();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention_sm90(const __grid_constant__ Params p) {
+    extern __shared__ u8 shared[];
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    int request = blockIdx.z, head = blockIdx.y;
+    int token0 = p.query_start[request], tokens = p.query_start[request + 1] - token0, length = p.lengths[request];
+    int rows = tokens * p.group;
+    int block_row = ((int)gridDim.x - 1 - (int)blockIdx.x) * ROWS;  // the longest first
+    if (block_row >= rows) return;
+    int first_limit = length - tokens + 1;  // keys that the first token sees end here
+    int last_token = min(block_row + ROWS - 1, rows - 1) / p.group, first_token = block_row / p.group;
+    Keys keys = {p.window ? max(0, first_limit + first_token - p.window) : 0, first_limit + last_token};
+    int first_tile = keys.low / KEYS, tiles = (keys.high + KEYS - 1) / KEYS;
+    int first_row = block_row + warp * 16;
+    int least_limit = first_limit + first_row / p.group, most_limit = first_limit + (first_row + 15) / p.group;
+
+    u32 k_stages = (u32)__cvta_generic_to_shared(shared) + 1023 & ~1023u;  // [2][TILE_BYTES]
+    u32 v_stages = k_stages + 2 * TILE_BYTES, queries = k_stages + 4 * TILE_BYTES;
+    stage_query(queries, p, head, block_row, token0, rows);
+    u32 query = queries + (warp >> 2) * (64 * 128);
+    const int* table = p.tables + (i64)request * p.table_stride;
+    int row0 = head << p.block_size_log2;
+    Operand<K_FORMAT, true> k;
+    Operand<V_FORMAT, false> v;
+    Pieces<KF::BYTES> k_at;
+    Pieces<VF::BYTES> v_at;
+    // Of K two tiles are staged, of V one; of 8-bit formats another is in registers.
+    k_at.fetch(p, table, keys, first_tile), v_at.fetch(p, table, keys, first_tile);
+    k.load(p, k_at, row0, first_tile, k_stages), v.load(p, v_at, row0, first_tile, v_stages);
+    k.finish(k_stages), v.finish(v_stages);
+    k_at.fetch(p, table, keys, first_tile + 1);
+    k.load(p, k_at, row0, first_tile + 1, k_stages + TILE_BYTES);
+    k.finish(k_stages + TILE_BYTES);
+    k_at.fetch(p, table, keys, first_tile + 2), v_at.fetch(p, table, keys, first_tile + 1);
+    if (!KF::IS_16BIT) {
+        k.load(p, k_at, row0, first_tile + 2, 0);
+        k_at.fetch(p, table, keys, first_tile + 3);
+    }
+    if (!VF::IS_16BIT) {
+        v.load(p, v_at, row0, first_tile + 1, 0);
+        v_at.fetch(p, table, keys, first_tile + 2);
+    }
+    asm volatile("cp.async.wait_all; fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    float s[1][KEYS / 8][4], next_s[KEYS / 8][4];
+    State st;
+    st.m[0][0] = st.m[0][1] = LOWEST, st.l[0][0] = st.l[0][1] = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; i++) st.o[0][i][0] = st.o[0][i][1] = st.o[0][i][2] = st.o[0][i][3] = 0;
+#pragma unroll
+    for (int i = 0; i < KEYS / 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[0][i][e] = next_s[i][e] = 0;
+    matrix_fence();
+    start_scores(s[0], query, k_stages);
+    matrix_wait();
+    pin(s[0]);
+    for (int tile = first_tile; tile < tiles; tile++) {
+        u32 even = (tile - first_tile & 1) * TILE_BYTES, odd = TILE_BYTES - even;
+        asm volatile("cp.async.wait_all; fence.proxy.async.shared::cta;" ::: "memory");
+        __syncthreads();
+        constexpr int K_AHEAD = KF::IS_16BIT ? 2 : 3, V_AHEAD = VF::IS_16BIT ? 1 : 2;
+        matrix_fence();
+        if (tile + 1 < tiles) start_scores(next_s, query, k_stages + odd);
+        k.finish(k_stages + even), v.finish(v_stages + odd);
+        k.load(p, k_at, row0, tile + K_AHEAD, k_stages + even), v.load(p, v_at, row0, tile + V_AHEAD, v_stages + odd);
+        k_at.fetch(p, table, keys, tile + K_AHEAD + 1), v_at.fetch(p, table, keys, tile + V_AHEAD + 1);
+        bool whole = tile * KEYS + KEYS <= least_limit && (p.window == 0 || tile * KEYS >= most_limit - p.window);
+        u32 probabilities[1][KEYS / 16][4];
+        softmax(st, s, probabilities, p, tile, whole, first_limit, first_row, lane);
+        pin(st.o[0]);
+        matrix_fence();
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; i++)
+            multiply_output(st.o[0], probabilities[0][i], descriptor(v_stages + even + i * 16 * 128, KEYS * 128));
+        matrix_commit();
+        matrix_wait();
+        pin(st.o[0]), pin(next_s);
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[0][i][e] = next_s[i][e];
+    }
+    write_out(st, p, head, first_row, token0, rows, lane >> 2, lane & 3);
+}
