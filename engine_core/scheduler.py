@@ -254,6 +254,8 @@ class Scheduler:
 
     def _take_token(self, request: Request, token: int) -> Outcome:
         if token < 0:
+            for block in request.blocks:  # what is wrong may be in any of them, and must not be found again
+                self.index.forget(block)
             self._finish(request)
             return Outcome(request, token, Finish.ERROR)
         request.state = State.DECODE

@@ -304,6 +304,17 @@ def test_non_finite_logits_end_that_request_alone() -> None:
     scheduler.check()
 
 
+def test_kv_of_a_request_with_non_finite_logits_is_not_found_again() -> None:
+    scheduler = make_scheduler()
+    for token in (5, -1, 5):
+        request = make_request(scheduler, [1] * 12)
+        scheduler.add(request)
+        scheduler.commit(scheduler.schedule(), StepResult([token]))
+        scheduler.abort(request.id)
+        scheduler.check()
+    assert request.cached_tokens == 0
+
+
 def test_results_of_aborted_requests_are_passed_over() -> None:
     scheduler = make_scheduler()
     gone, stays = make_request(scheduler, [1]), make_request(scheduler, [2])
