@@ -6,8 +6,8 @@ declared gone, and Refused as soon as it reads again. A peer whose connection br
 latest at the next Ping. Identities and endpoints of services are never used twice, so a connection that has been lost
 stays lost: nobody reconnects.
 
-Sockets belong to one thread. `fileno()` is for an event loop's reader: after each wake-up and after each send, call
-`receive()` until it is empty (the descriptor is edge-triggered).
+Sockets belong to one thread. `Link.filenos()` is for an event loop's reader: after each wake-up and after each send,
+call `receive()` until it is empty (the descriptors are edge-triggered).
 """
 
 import contextlib
@@ -99,7 +99,6 @@ class Server:
         self._roles = roles
         self._on_gone = on_gone
         self._welcome: Welcome | None = None
-        self._early: list[tuple[bytes, Hello]] = []
         self.peers: dict[str, Peer] = {}
         self._late: list[Peer] = []  # dropped for their backlog, and not yet told so
         self.sequence_gaps = 0
@@ -114,20 +113,13 @@ class Server:
         """Messages that were not ours to take."""
         return self._decoder.dropped
 
-    def fileno(self) -> int:
-        """The descriptor that becomes readable when something may be there to receive."""
-        return int(self._socket.getsockopt(zmq.FD))
-
     def open_doors(self, welcome: Welcome) -> None:
-        """Answer those who have said Hello already, and from now on everybody."""
+        """From now on take in everybody; those who have said Hello already wait in ZeroMQ's queue."""
         self._welcome = welcome
-        for address, hello in self._early:
-            self._greet(address, hello)
-        self._early.clear()
 
     def receive(self) -> Iterator[tuple[Peer, Any]]:
         """Yield (peer, message) until nothing is left. Handshakes are dealt with here."""
-        while True:
+        while self._welcome is not None:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -138,7 +130,7 @@ class Server:
             address, frame = frames
             message = self._decoder.decode(memoryview(frame)[_HEADER:])
             if isinstance(message, Hello):
-                self._greet(address, message)
+                self._greet(address, message, self._welcome)
             elif message is not None:
                 peer = self.peers.get(address.decode(errors="replace"))
                 if peer is None:
@@ -149,20 +141,17 @@ class Server:
                 peer.received = int.from_bytes(frame[:_HEADER], "little") + 1
                 yield peer, message
 
-    def _greet(self, address: bytes, hello: Hello) -> None:
+    def _greet(self, address: bytes, hello: Hello, welcome: Welcome) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             reason = f"protocol version {hello.protocol_version} met version {PROTOCOL_VERSION}; use one installation"
         elif hello.role not in self._roles:
             reason = f"no {hello.role.name.lower()} is taken here"
         elif hello.identity.encode() != address or hello.identity in self.peers:
             reason = f"the identity {hello.identity} is not its sender's own"
-        elif self._welcome is None:
-            self._early.append((address, hello))
-            return
         else:
             peer = self.peers[hello.identity] = Peer(hello)
             peer.received = 1
-            self.send(peer, self._welcome)
+            self.send(peer, welcome)
             return
         self._decoder.drop(reason)
         self._try_send(address, _frame(0, Refused(reason)))
@@ -276,7 +265,7 @@ class Link:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            message = self._decoder.decode(memoryview(frame)[_HEADER:]) if len(frame) > _HEADER else None
+            message = self._decoder.decode(memoryview(frame)[_HEADER:])
             sequence = int.from_bytes(frame[:_HEADER], "little")
             self.sequence_gaps += sequence != self._received
             self._received = sequence + 1

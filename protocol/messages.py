@@ -373,7 +373,6 @@ class PeerInfo(Part, frozen=True):
     identity: str
     pid: int
     endpoint: str
-    requests: int = 0
 
 
 class CoreStatus(Message, frozen=True):

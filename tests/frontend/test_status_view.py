@@ -112,7 +112,7 @@ def test_json_has_the_names_of_the_fields(core: Path) -> None:
     with status_view.StatusReader(core) as reader:
         status = json.loads(status_view.as_json(reader.read()))
     assert status["model"]["name"] == "tiny"
-    assert status["peers"][0] == {"role": "frontend", "identity": "frontend-9", "pid": 9, "endpoint": "", "requests": 0}
+    assert status["peers"][0] == {"role": "frontend", "identity": "frontend-9", "pid": 9, "endpoint": ""}
     assert status["memory"] == STATUS.memory
 
 
