@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from engine_core import core
 from engine_core.core import EngineCore, EngineStuck
 from engine_core.plan import StepPlan, StepResult
 from engine_core.scheduler import Capacity
@@ -288,6 +289,15 @@ def test_steps_that_go_on_raising_end_the_core(rig: Rig) -> None:
     rig.thread.join(10)
     assert isinstance(rig.error, EngineStuck)
     assert "no luck" in str(rig.error)
+
+
+def test_work_that_does_not_progress_ends_the_core(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "WATCHDOG_SECONDS", 0.2)
+    monkeypatch.setattr(rig.core.scheduler, "schedule", lambda: None)
+    rig.submit(1, [1])
+    rig.thread.join(10)
+    assert isinstance(rig.error, EngineStuck)
+    assert "1 requests wait, 0 run, and nothing has progressed" in str(rig.error)
 
 
 def test_closing_ends_running_requests_with_an_error(rig: Rig) -> None:

@@ -88,6 +88,21 @@ def test_a_killed_core_ends_every_stream_and_every_process_within_two_seconds(en
     assert engine.detokenizers[0].wait(2) == 1
 
 
+def test_a_stopped_core_is_unhealthy_and_goes_on_where_it_was(engine: LocalEngine) -> None:
+    async def scenario(client: EngineClient) -> None:
+        async with stream(client, SamplingParams(max_tokens=3000, ignore_eos=True)) as generation:
+            os.kill(engine.core.pid, signal.SIGSTOP)
+            while client.health() is None:
+                await asyncio.sleep(0.02)
+            assert client.health() == "the engine core gives no sign of life"
+            os.kill(engine.core.pid, signal.SIGCONT)
+            assert sum([delta.tokens async for _, delta in generation]) == 3000
+            while client.health() is not None:
+                await asyncio.sleep(0.02)
+
+    engine.run(scenario)
+
+
 FRONTEND = """
 import asyncio, sys
 from pathlib import Path
