@@ -2,13 +2,14 @@
 
 import torch
 
-from kernels.kv_format import KVFormat, KVShape
+from kernels.kv_format import BlockLayout
+from kernels.kv_ops import PagedKV
 
 
 class KVStore:
     """Owns the pool, `uint8[num_blocks, image_bytes]`; its pages are touched only when a block is first written."""
 
-    def __init__(self, kv_format: KVFormat, shape: KVShape, num_blocks: int, device: torch.device) -> None:
-        self.format, self.shape, self.num_blocks = kv_format, shape, num_blocks
-        self.pool = torch.empty((num_blocks, kv_format.image_bytes(shape)), dtype=torch.uint8, device=device)
-        self.layers = [kv_format.layer_rows(self.pool, shape, layer) for layer in range(shape.num_layers)]
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout, self.num_blocks = layout, num_blocks
+        self.pool = torch.empty((num_blocks, layout.image_bytes), dtype=torch.uint8, device=device)
+        self.kv = PagedKV(self.pool, layout)

@@ -17,7 +17,7 @@ from engine_core.model.quantized import LinearMaker, resolve_weights
 from engine_core.model.weights import Weights, check_shapes, expected_shapes
 from engine_core.model.weights_gguf import GGUFWeights
 from engine_core.model.weights_safetensors import SafetensorsWeights
-from kernels.kv_format import KVFormat, KVShape, resolve_kv_dtype
+from kernels.kv_format import BlockLayout, KVShape, block_layout, resolve_kv_dtype
 from protocol.config import EngineConfig
 from protocol.errors import StartupError
 
@@ -34,8 +34,7 @@ class OpenModel:
     rope_divisors: Tensor | None
     vocab_size: int  # of the tokenizer, if that is smaller than the model's padded one
     maker: LinearMaker
-    kv_format: KVFormat
-    kv_shape: KVShape
+    kv_layout: BlockLayout
     free: int  # bytes on the device
     total: int
 
@@ -123,11 +122,11 @@ def open_model(config: EngineConfig, device: torch.device, memory: tuple[int, in
         maker = LinearMaker(mode, dtype, device, keep_dense=False)
     shape = KVShape(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
     try:
-        kv_format = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+        layout = block_layout(shape, resolve_kv_dtype(config.kv_cache_dtype, dtype), dtype)
     except ValueError as error:
         raise StartupError(f"--kv-cache-dtype: {error}") from error
     vocab_size = min(tokens or model.vocab_size, model.vocab_size)
-    return OpenModel(model, weights, divisors, vocab_size, maker, kv_format, shape, free, total)
+    return OpenModel(model, weights, divisors, vocab_size, maker, layout, free, total)
 
 
 def plan_memory(model: OpenModel, config: EngineConfig) -> MemoryPlan:
@@ -138,7 +137,7 @@ def plan_memory(model: OpenModel, config: EngineConfig) -> MemoryPlan:
     context = config.max_cache or limit
     weights = _weight_bytes(model.config, model.weights, model.maker)
     workspace = _workspace(model, config, context)
-    block = model.kv_format.image_bytes(model.kv_shape)
+    block = model.kv_layout.image_bytes
     needed = math.ceil(context / config.block_size)
     budget = min(config.gpu_memory or model.free, model.free)
     left = budget - weights - workspace
@@ -158,7 +157,7 @@ def plan_memory(model: OpenModel, config: EngineConfig) -> MemoryPlan:
         block_size=config.block_size,
         num_blocks=blocks,
         max_context=context,
-        kv_name=model.kv_format.name,
+        kv_name=model.kv_layout.codec.name,
     )
     if blocks < needed or plan.pool > left:
         raise StartupError(_refusal(plan, config, left, needed))

@@ -69,8 +69,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:
         """The step without its sampling: the batch and its hidden states `[n, hidden]`, for `decoder.logits`."""
-        batch = build_batch(plan, self.store.shape, self._windows, self._dtype)
-        return batch, self.decoder.forward(batch, self.store)
+        batch = build_batch(plan, self.store.kv, self._windows, self._dtype)
+        return batch, self.decoder.forward(batch, self.store.kv)
 
     def _prompt_logprobs(self, row: Row, hidden: Tensor) -> list[TopLogprobs]:
         following = row.prompt[row.start + 1 : row.start + len(hidden) + 1]
@@ -108,7 +108,7 @@ def load_runner(config: EngineConfig, progress: Callable[[int, int], None] = lam
 
     with torch.inference_mode():
         decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
-    store = KVStore(model.kv_format, model.kv_shape, memory.num_blocks, device)
+    store = KVStore(model.kv_layout, memory.num_blocks, device)
     runner = ModelRunner(decoder, store, memory, model.vocab_size, model.maker.dtype, threads)
     runner.warm_up()
     return runner

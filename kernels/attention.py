@@ -1,6 +1,7 @@
 """Paged attention over block images, without a dense copy of the pool.
 
-A plan, made once per step and shared by all layers, turns block tables into row indices. A slot that holds no token
+A plan, made once per step and shared by all layers, turns block tables into row indices (one for each way in which
+layers store KV). A slot that holds no token
 of the request is never read: its index points at a position that is, and a bias of minus infinity drops it. So what
 unused slots hold, NaN included, can't matter.
 """
@@ -12,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.kv_format import KVFormat, KVShape
+from kernels.kv_format import KVShape
+from kernels.kv_ops import LayerKV, PagedKV
 
 _SDPA_BATCH = 2  # above it, torch's CPU flash kernel loses to plain products, as it does for every chunk
 _QUERY_TILE = 128  # queries of a chunk that are scored at once: keys beyond the last of them are left out
@@ -22,7 +24,7 @@ _QUERY_TILE = 128  # queries of a chunk that are scored at once: keys beyond the
 class DecodePlan:
     """One query per request: B requests, T keys each at most."""
 
-    index: Tensor  # int64 [2 * B * kv_heads * T]
+    index: list[Tensor]  # PagedKV.read_index
     bias: Tensor | None  # [B, 1, 1, T], 0 or -inf; None if all lengths are T
     empty: Tensor | None  # bool [B, 1, 1, 1]: requests without a key
     batch: int
@@ -43,7 +45,7 @@ class Tile:
 class ChunkPlan:
     """Consecutive queries of one request."""
 
-    index: Tensor  # int64 [2 * kv_heads * T]
+    index: list[Tensor]  # PagedKV.read_index, of a batch of one
     keys: int  # T
     tiles: list[Tile]
 
@@ -57,7 +59,7 @@ class AttentionPlan:
     chunks: list[ChunkPlan]
 
 
-def plan_decode(shape: KVShape, tables: Tensor, lengths: Tensor, window: int, dtype: torch.dtype) -> DecodePlan:
+def plan_decode(kv: PagedKV, tables: Tensor, lengths: Tensor, window: int, dtype: torch.dtype) -> DecodePlan:
     """Plan queries at positions lengths - 1.
 
     tables int64 `[B, max_blocks]` (padded with anything), lengths int64 `[B]`, both on the CPU or both on the device;
@@ -74,10 +76,10 @@ def plan_decode(shape: KVShape, tables: Tensor, lengths: Tensor, window: int, dt
         bias = torch.zeros(valid.shape, dtype=dtype, device=tables.device).masked_fill_(~valid, float("-inf"))
         bias = bias[:, None, None]
     empty = (lengths == 0)[:, None, None, None] if not all_valid and bool((lengths == 0).any()) else None
-    return DecodePlan(_index(shape, tables, positions), bias, empty, len(lengths))
+    return DecodePlan(_index(kv, tables, positions), bias, empty, len(lengths))
 
 
-def plan_chunk(shape: KVShape, table: Tensor, start: int, count: int, window: int, dtype: torch.dtype) -> ChunkPlan:
+def plan_chunk(kv: PagedKV, table: Tensor, start: int, count: int, window: int, dtype: torch.dtype) -> ChunkPlan:
     """Plan queries at positions [start, start + count) of the request with block table int64 `[blocks]`."""
     end = start + count
     origin = max(0, start - window + 1) if window else 0  # the oldest key that any query sees
@@ -93,23 +95,23 @@ def plan_chunk(shape: KVShape, table: Tensor, start: int, count: int, window: in
             seen &= keys[low:high] > queries - window
         bias = torch.zeros(seen.shape, dtype=dtype, device=table.device).masked_fill_(~seen, float("-inf"))
         tiles.append(Tile(first, last, low, high, bias[None, None]))
-    return ChunkPlan(_index(shape, table[None], keys[None]), end - origin, tiles)
+    return ChunkPlan(_index(kv, table[None], keys[None]), end - origin, tiles)
 
 
-def attention(query: Tensor, rows: Tensor, plan: AttentionPlan, kv_format: KVFormat, scale: float) -> Tensor:
-    """Attend with query `[n, heads, head_dim]` over a layer's rows (`KVFormat.layer_rows`); returns the same shape."""
+def attention(query: Tensor, layer: LayerKV, plan: AttentionPlan, scale: float) -> Tensor:
+    """Attend with query `[n, heads, head_dim]` over the KV of a layer, as it is stored; returns the same shape."""
     done = plan.decode.batch if plan.decode else 0
-    parts = [_decode(query[:done], rows, plan.decode, plan.shape, kv_format, scale)] if plan.decode else []
+    parts = [_decode(query[:done], layer, plan.decode, plan.shape, scale)] if plan.decode else []
     for chunk in plan.chunks:
         count = chunk.tiles[-1].last
-        parts.append(_chunk(query[done : done + count], rows, chunk, plan.shape, kv_format, scale))
+        parts.append(_chunk(query[done : done + count], layer, chunk, plan.shape, scale))
         done += count
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(query: Tensor, rows: Tensor, plan: DecodePlan, shape: KVShape, kv_format: KVFormat, scale: float) -> Tensor:
+def _decode(query: Tensor, layer: LayerKV, plan: DecodePlan, shape: KVShape, scale: float) -> Tensor:
     heads = shape.num_kv_heads
-    key, value = kv_format.read(rows, plan.index).view(2, plan.batch, heads, -1, shape.head_dim).unbind()
+    key, value = (x.view(plan.batch, heads, -1, shape.head_dim) for x in layer.read(plan.index, query.dtype))
     # The queries that share a KV head stand where attention has its sequence.
     grouped = query.reshape(plan.batch, heads, -1, shape.head_dim)
     if plan.batch <= _SDPA_BATCH:
@@ -122,9 +124,9 @@ def _decode(query: Tensor, rows: Tensor, plan: DecodePlan, shape: KVShape, kv_fo
     return out.reshape(query.shape)
 
 
-def _chunk(query: Tensor, rows: Tensor, plan: ChunkPlan, shape: KVShape, kv_format: KVFormat, scale: float) -> Tensor:
+def _chunk(query: Tensor, layer: LayerKV, plan: ChunkPlan, shape: KVShape, scale: float) -> Tensor:
     heads, width = shape.num_kv_heads, shape.head_dim
-    key, value = kv_format.read(rows, plan.index).view(2, heads, -1, width).unbind()
+    key, value = (x.view(heads, -1, width) for x in layer.read(plan.index, query.dtype))
     grouped = (query * scale).view(len(query), heads, -1, width).permute(1, 2, 0, 3)  # [kv_heads, group, n, head_dim]
     out = torch.empty_like(query)
     target = out.view(len(query), heads, -1, width).permute(1, 2, 0, 3)
@@ -137,12 +139,9 @@ def _chunk(query: Tensor, rows: Tensor, plan: ChunkPlan, shape: KVShape, kv_form
     return out
 
 
-def _index(shape: KVShape, tables: Tensor, positions: Tensor) -> Tensor:
-    """Rows of K and V at positions `[B, T]`, in the order `[2, B, kv_heads, T]`, flat."""
-    blocks = tables.gather(1, positions // shape.block_size)
-    base = blocks * shape.rows_per_block + positions % shape.block_size
-    heads = torch.arange(2 * shape.num_kv_heads, device=tables.device).view(2, 1, -1, 1) * shape.block_size
-    return (base[None, :, None] + heads).flatten()
+def _index(kv: PagedKV, tables: Tensor, positions: Tensor) -> list[Tensor]:
+    size = kv.shape.block_size
+    return kv.read_index(tables.gather(1, positions // size), positions % size)
 
 
 def pad_tables(tables: Sequence[Sequence[int]]) -> Tensor:

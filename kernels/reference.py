@@ -5,14 +5,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.kv_format import KVFormat, KVShape
+from kernels.kv_format import BlockLayout
+
+
+def stored_row(pool: Tensor, layout: BlockLayout, layer: int, part: str, head: int, block: int, slot: int) -> Tensor:
+    """K ("k") or V ("v") of one token and KV head, as the pool has it: float32 `[head_dim]`."""
+    where = layout.layers[layer]
+    codec, offset, scale_offset = (
+        (where.k, where.k_offset, where.k_scale_offset)
+        if part == "k"
+        else (where.v, where.v_offset, where.v_scale_offset)
+    )
+    row = head * layout.shape.block_size + slot
+    size = layout.shape.head_dim * codec.dtype.itemsize
+    data = pool[block, offset + row * size : offset + (row + 1) * size].clone().view(codec.dtype)
+    scale = pool[block, scale_offset + 2 * row :][:2].clone().view(torch.float16)
+    return codec.decode(data[None], scale[None] if codec.has_scale else None, torch.float32)[0]
 
 
 def paged_attention(
     query: Tensor,
-    rows: Tensor,
-    shape: KVShape,
-    kv_format: KVFormat,
+    pool: Tensor,
+    layout: BlockLayout,
+    layer: int,
     table: Sequence[int],
     start: int,
     window: int,
@@ -24,21 +39,23 @@ def paged_attention(
     (start + i < 0) gives zeros.
     """
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    shape = layout.shape
     group = query.shape[1] // shape.num_kv_heads
-    for i in range(len(query)):
-        end = start + i + 1
-        for head in range(query.shape[1]):
-            seen = range(max(0, end - window) if window else 0, end)
-            base = [
-                table[p // shape.block_size] * shape.rows_per_block
-                + head // group * shape.block_size
-                + p % shape.block_size
-                for p in seen
-            ]
-            if not base:
-                continue
-            index = torch.tensor(base, device=query.device)
-            key = kv_format.read(rows, index).float()
-            value = kv_format.read(rows, index + shape.num_kv_heads * shape.block_size).float()
-            out[i, head] = (key @ query[i, head].float() * scale).softmax(0) @ value
+    for head in range(shape.num_kv_heads):
+        key, value = (
+            torch.stack(
+                [torch.zeros(shape.head_dim, device=query.device)]
+                + [
+                    stored_row(pool, layout, layer, part, head, table[p // shape.block_size], p % shape.block_size)
+                    for p in range(start + len(query))
+                ]
+            )[1:]
+            for part in ("k", "v")
+        )
+        for i in range(len(query)):
+            end = start + i + 1
+            first = max(0, end - window) if window else 0
+            for own in range(head * group, (head + 1) * group) if end > 0 else ():
+                weights = (key[first:end] @ query[i, own].float() * scale).softmax(0)
+                out[i, own] = weights @ value[first:end]
     return out.to(query.dtype)

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_core.batch import Batch
-from engine_core.kv_store import KVStore
 from engine_core.model.config import ModelConfig
 from engine_core.model.quantized import LinearMaker
 from engine_core.model.rope import rope_frequencies, rope_table
 from engine_core.model.weights import Weights
 from kernels.attention import attention
 from kernels.elementwise import rms_norm, rope, silu_mul
+from kernels.kv_ops import LayerKV, PagedKV
 from kernels.linear import Linear
 
 
@@ -75,13 +75,13 @@ class Decoder:
         self._norm = vector("norm")
         self._head = make.head(self._embedding if config.tied_embeddings else vector("head"))
 
-    def forward(self, batch: Batch, store: KVStore) -> Tensor:
-        """Run all layers, writing and reading KV in `store`; returns hidden states `[n, hidden]`, not yet normed."""
+    def forward(self, batch: Batch, kv: PagedKV) -> Tensor:
+        """Run all layers, writing and reading `kv`; returns hidden states `[n, hidden]`, not yet normed."""
         hidden = F.embedding(batch.tokens, self._embedding)
         cos, sin = (t.to(self._dtype) for t in rope_table(self._frequencies, self._rope_factor, batch.positions))
-        for layer, rows in zip(self._layers, store.layers, strict=True):
+        for layer, layer_kv in zip(self._layers, kv.layers, strict=True):
             x = rms_norm(hidden, layer.attn_norm, self.config.rms_norm_eps)
-            x = self._attend(layer, x, rows, cos, sin, batch, store)
+            x = self._attend(layer, x, layer_kv, cos, sin, batch)
             hidden += layer.o(x)
             x = rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
             hidden += layer.down(silu_mul(layer.gate_up(x)))
@@ -91,9 +91,7 @@ class Decoder:
         """float32 logits `[r, vocab]` of hidden states `[r, hidden]`."""
         return self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
 
-    def _attend(
-        self, layer: _Layer, x: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, batch: Batch, store: KVStore
-    ) -> Tensor:
+    def _attend(self, layer: _Layer, x: Tensor, kv: LayerKV, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         heads, kv_heads, width = self._heads, self._kv_heads, self.config.head_dim
         qkv = layer.qkv(x).view(len(x), -1, width)
         qk = qkv[:, : heads + kv_heads]
@@ -102,6 +100,6 @@ class Decoder:
             qk[:, :heads] = rms_norm(qk[:, :heads], layer.q_norm, eps)
             qk[:, heads:] = rms_norm(qk[:, heads:], layer.k_norm, eps)
         rope(qk, cos, sin)
-        store.format.write(rows, batch.write_index, qkv[:, heads:].reshape(-1, width))
-        out = attention(qk[:, :heads], rows, batch.attention[layer.window], store.format, self._scale)
+        kv.write(batch.write_index, qkv[:, heads:])
+        out = attention(qk[:, :heads], kv, batch.attention[layer.window], self._scale)
         return out.reshape(len(x), -1)
