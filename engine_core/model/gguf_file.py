@@ -47,7 +47,7 @@ class GGUFFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._at = 0
             self._read_header()
-        except (OSError, ValueError, struct.error, UnicodeDecodeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError, struct.error) as error:
             raise StartupError(f"{path} is not a readable GGUF file: {type(error).__name__}: {error}") from error
 
     def array_length(self, key: str) -> int:

@@ -1,6 +1,7 @@
 """Configs: what is understood, and that all else is refused by name."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,23 @@ def test_damaged_gguf(tmp_path: Path, cut: int) -> None:
     (tmp_path / "cut.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:cut])
     with pytest.raises(StartupError, match=r"cut\.gguf is not a readable GGUF"):
         GGUFFile(tmp_path / "cut.gguf")
+
+
+def test_an_array_longer_than_any_offset(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    content = bytearray((tmp_path / "m.gguf").read_bytes())
+    start = content.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 8  # its two types
+    content[start : start + 8] = b"\xff" * 8
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(StartupError, match="not a readable GGUF"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("alignment", [0, "eight"])
+def test_alignments_that_are_none(tmp_path: Path, alignment: int | str) -> None:
+    content = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    content += struct.pack("<Q", 17) + b"general.alignment"
+    value = struct.pack("<II", 4, 0) if alignment == 0 else struct.pack("<IQ", 8, 5) + b"eight"
+    (tmp_path / "m.gguf").write_bytes(content + value)
+    with pytest.raises(StartupError, match="not a readable GGUF"):
+        GGUFFile(tmp_path / "m.gguf")
