@@ -129,7 +129,7 @@ def score(runner: ModelRunner, material: Material) -> tuple[Tensor, Tensor]:
             ids = window[start : start + CHUNK]
             hidden = runner.forward(StepPlan(0, [], [Row(0, ids, start, table, False, _GREEDY, 0)]))[1]
             skip = max(0, scored - 1 - origin - start)  # positions whose next token another window has scored
-            targets = torch.tensor(window[start + skip + 1 : start + len(ids) + 1])
+            targets = torch.tensor(material.text[origin + start + skip + 1 : origin + start + len(ids) + 1])
             if len(targets):
                 logits = runner.decoder.logits(hidden[skip : skip + len(targets)])
                 losses.append(logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0])

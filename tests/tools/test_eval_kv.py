@@ -42,9 +42,10 @@ def runner(model: Successor) -> ModelRunner:
 
 
 @pytest.mark.parametrize("tokens", [2, 63, 64, 65, 96, 97, 1000])
-def test_every_token_but_the_first_is_scored_once(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stride", [16, 32, 64])
+def test_every_token_but_the_first_is_scored_once(tokens: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval_kv, "CHUNK", 24)
-    losses, choices = score(runner(Successor(mistake=5)), material(tokens))
+    losses, choices = score(runner(Successor(mistake=5)), material(tokens, stride=stride))
     text = torch.arange(1, tokens) % VOCAB
     assert torch.equal(choices, text.masked_fill(text == 5, 0))
     assert torch.equal(losses > 50, text == 5)
@@ -52,8 +53,8 @@ def test_every_token_but_the_first_is_scored_once(tokens: int, monkeypatch: pyte
 
 def test_windows_overlap_by_what_the_stride_leaves() -> None:
     model = Successor()
-    score(runner(model), material(65, window=64, stride=16))
-    assert model.computed == [64, 49]
+    score(runner(model), material(66, window=64, stride=16))
+    assert model.computed == [64, 50]
 
 
 def test_free_and_forced_decoding() -> None:
