@@ -73,6 +73,7 @@ def _serve(config: EngineConfig, directory: Path) -> int:
             max_context=engine.capacity.max_context,
             created=int(time.time()),
             eos_token_ids=list(engine.eos_token_ids),
+            kv_cache_dtype=engine.kv_cache_dtype,
         )
         limits = Limits(config.max_waiting_requests, config.max_waiting_tokens)
         core.open(engine.runner, engine.capacity, model, limits, engine.memory)

@@ -18,6 +18,7 @@ class Engine:
     vocab_size: int
     eos_token_ids: Sequence[int]
     memory: dict[str, int]  # bytes by use
+    kv_cache_dtype: str
     summary: str  # for the start-up line
 
 
@@ -28,8 +29,9 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
 
         runner: LoadedRunner = NullRunner(config)
     else:
-        # How long an OpenMP thread spins at a barrier before it sleeps. libgomp's own 300,000 rounds stall a step as soon
-        # as another process wants the core (300 tokens/s became 23); without any, waking threads takes half of a step.
+        # How long an OpenMP thread spins at a barrier before it sleeps. libgomp's own 300,000 rounds stall a step as
+        # soon as another process wants the core (300 tokens/s became 23); without any, waking threads takes half of a
+        # step.
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
         from engine_core.model_runner import load_runner
 
@@ -42,4 +44,12 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         prefix_cache=config.prefix_cache,
     )
-    return Engine(runner, capacity, runner.vocab_size, runner.eos_token_ids, runner.memory, runner.summary)
+    return Engine(
+        runner,
+        capacity,
+        runner.vocab_size,
+        runner.eos_token_ids,
+        runner.memory,
+        runner.kv_cache_dtype,
+        runner.summary,
+    )

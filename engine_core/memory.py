@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from engine_core.device import compute_dtype, free_memory, open_device
+from engine_core.kv_store import outlier_layers, parse_layers
 from engine_core.model.config import ModelConfig, from_gguf, load_model_config
 from engine_core.model.gguf_file import GGUFFile
 from engine_core.model.quantized import LinearMaker, resolve_weights
 from engine_core.model.weights import Weights, check_shapes, expected_shapes
 from engine_core.model.weights_gguf import GGUFWeights
 from engine_core.model.weights_safetensors import SafetensorsWeights
-from kernels.kv_format import BlockLayout, KVShape, block_layout, resolve_kv_dtype
+from kernels.kv_format import BlockLayout, KVShape, block_layout, kv_codecs, resolve_kv_dtype
 from protocol.config import EngineConfig
 from protocol.errors import StartupError
 
@@ -35,23 +36,20 @@ class OpenModel:
     vocab_size: int  # of the tokenizer, if that is smaller than the model's padded one
     maker: LinearMaker
     kv_layout: BlockLayout
+    kv_layouts: tuple[BlockLayout, ...]  # of all formats
+    kv_16bit_layers: str  # in which 8-bit formats keep K in 16 bits
     free: int  # bytes on the device
     total: int
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by use, and what they give."""
+class KVCapacity:
+    """The pool that a format would give."""
 
-    total: int
-    free: int  # at start
-    weights: int
-    workspace: int
+    name: str
     block_bytes: int
     block_size: int
     num_blocks: int
-    max_context: int
-    kv_name: str
 
     @property
     def pool(self) -> int:
@@ -64,13 +62,38 @@ class MemoryPlan:
         return self.num_blocks * self.block_size
 
     @property
-    def bytes_per_token(self) -> int:
-        """KV bytes of one token."""
-        return self.block_bytes // self.block_size
+    def bytes_per_token(self) -> int | float:
+        """KV bytes of one token, exactly: a float only if blocks aren't a multiple of it."""
+        whole, rest = divmod(self.block_bytes, self.block_size)
+        return self.block_bytes / self.block_size if rest else whole
+
+    def by_name(self) -> dict[str, str | int | float]:
+        """For `pagetide plan`."""
+        return {
+            "kv_cache_dtype": self.name,
+            "kv_block_bytes": self.block_bytes,
+            "kv_bytes_per_token": self.bytes_per_token,
+            "num_blocks": self.num_blocks,
+            "max_tokens": self.max_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by use, and what they give."""
+
+    total: int
+    free: int  # at start
+    weights: int
+    workspace: int
+    max_context: int
+    kv: KVCapacity
+    formats: tuple[KVCapacity, ...]  # what each would give in its place
+    kv_16bit_layers: str
 
     def requests_of(self, tokens: int) -> int:
         """How many requests of `tokens` tokens, prompt and answer, the pool holds at once."""
-        return self.num_blocks // math.ceil(tokens / self.block_size)
+        return self.kv.num_blocks // math.ceil(tokens / self.kv.block_size)
 
     def by_use(self) -> dict[str, int]:
         """For status and metrics."""
@@ -79,16 +102,20 @@ class MemoryPlan:
             "free_at_start": self.free,
             "weights": self.weights,
             "workspace": self.workspace,
-            "kv_pool": self.pool,
-            "kv_block": self.block_bytes,
+            "kv_pool": self.kv.pool,
+            "kv_block": self.kv.block_bytes,
         }
 
     def summary(self) -> str:
         """One line for the log."""
         uses = (("total", self.total), ("free", self.free), ("weights", self.weights), ("workspace", self.workspace))
         parts = [f"{name} {_mib(size)}" for name, size in uses]
-        pool = f"{self.kv_name} KV pool {_mib(self.pool)} = {self.num_blocks} blocks = {self.max_tokens} tokens"
-        return ", ".join((*parts, pool, f"context {self.max_context}"))
+        pool = (
+            f"{self.kv.name} KV pool {_mib(self.kv.pool)} = {self.kv.num_blocks} blocks = {self.kv.max_tokens} tokens"
+        )
+        formats = ", ".join(f"{kv.name} {kv.bytes_per_token:,} ({kv.max_tokens:,})" for kv in self.formats)
+        parts += [pool, f"context {self.max_context}", f"K in 16 bits in layers: {self.kv_16bit_layers}"]
+        return f"{', '.join(parts)}; bytes per token (tokens) by format: {formats}"
 
 
 def open_model(config: EngineConfig, device: torch.device, memory: tuple[int, int] | None = None) -> OpenModel:
@@ -120,13 +147,9 @@ def open_model(config: EngineConfig, device: torch.device, memory: tuple[int, in
     maker = LinearMaker(mode, dtype, device)
     if _weight_bytes(model, weights, maker) > min(free, config.gpu_memory or free) // 2:
         maker = LinearMaker(mode, dtype, device, keep_dense=False)
-    shape = KVShape(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
-    try:
-        layout = block_layout(shape, resolve_kv_dtype(config.kv_cache_dtype, dtype), dtype)
-    except ValueError as error:
-        raise StartupError(f"--kv-cache-dtype: {error}") from error
+    layout, layouts, wide = _kv_layouts(config, model, weights, dtype)
     vocab_size = min(tokens or model.vocab_size, model.vocab_size)
-    return OpenModel(model, weights, divisors, vocab_size, maker, layout, free, total)
+    return OpenModel(model, weights, divisors, vocab_size, maker, layout, layouts, wide, free, total)
 
 
 def plan_memory(model: OpenModel, config: EngineConfig) -> MemoryPlan:
@@ -136,35 +159,37 @@ def plan_memory(model: OpenModel, config: EngineConfig) -> MemoryPlan:
         raise StartupError(f"--max-cache {config.max_cache} is above the model's context of {limit} tokens")
     context = config.max_cache or limit
     weights = _weight_bytes(model.config, model.weights, model.maker)
-    workspace = _workspace(model, config, context)
-    block = model.kv_layout.image_bytes
     needed = math.ceil(context / config.block_size)
-    budget = min(config.gpu_memory or model.free, model.free)
-    left = budget - weights - workspace
-    if config.num_blocks:
-        blocks = config.num_blocks
-    elif config.gpu_memory or model.maker.device.type != "cpu":
-        blocks = max(left, 0) // block
-    else:
-        pool = max(min(_CPU_POOL, model.free // 4), needed * block)
-        blocks = min(config.max_running * needed, min(pool, max(left, 0)) // block)
+    budget = min(config.gpu_memory or model.free, model.free) - weights
+
+    def capacity(layout: BlockLayout) -> KVCapacity:
+        left, block = max(budget - _workspace(model, config, context, layout), 0), layout.image_bytes
+        if config.num_blocks:
+            blocks = config.num_blocks
+        elif config.gpu_memory or model.maker.device.type != "cpu":
+            blocks = left // block
+        else:
+            pool = max(min(_CPU_POOL, model.free // 4), needed * block)
+            blocks = min(config.max_running * needed, min(pool, left) // block)
+        return KVCapacity(layout.codec.name, block, config.block_size, blocks)
+
     plan = MemoryPlan(
         total=model.total,
         free=model.free,
         weights=weights,
-        workspace=workspace,
-        block_bytes=block,
-        block_size=config.block_size,
-        num_blocks=blocks,
+        workspace=_workspace(model, config, context, model.kv_layout),
         max_context=context,
-        kv_name=model.kv_layout.codec.name,
+        kv=capacity(model.kv_layout),
+        formats=tuple(map(capacity, model.kv_layouts)),
+        kv_16bit_layers=model.kv_16bit_layers,
     )
-    if blocks < needed or plan.pool > left:
+    left = budget - plan.workspace
+    if plan.kv.num_blocks < needed or plan.kv.pool > left:
         raise StartupError(_refusal(plan, config, left, needed))
     return plan
 
 
-def describe_plan(config: EngineConfig, request_tokens: int = 0) -> dict[str, str | int]:
+def describe_plan(config: EngineConfig, request_tokens: int = 0) -> dict[str, Any]:
     """The plan of `config` by name, for `pagetide plan`. A `request_tokens` of 0 counts requests of the whole context.
 
     With `--gpu-memory`, it is a plan for a device with that much free. Names that end in `_bytes` are bytes. Raises
@@ -181,17 +206,38 @@ def describe_plan(config: EngineConfig, request_tokens: int = 0) -> dict[str, st
         "weights_bytes": plan.weights,
         "weights_kept": f"{model.maker.mode}, {str(model.maker.dtype).removeprefix('torch.')}",
         "workspace_bytes": plan.workspace,
-        "kv_pool_bytes": plan.pool,
-        "kv_cache_dtype": plan.kv_name,
-        "kv_block_bytes": plan.block_bytes,
-        "kv_bytes_per_token": plan.bytes_per_token,
-        "block_size": plan.block_size,
-        "num_blocks": plan.num_blocks,
-        "max_tokens": plan.max_tokens,
+        "kv_pool_bytes": plan.kv.pool,
+        "kv_16bit_layers": plan.kv_16bit_layers,
+        "block_size": plan.kv.block_size,
+        **plan.kv.by_name(),
         "max_context": plan.max_context,
         "request_tokens": tokens,
         "requests_at_once": plan.requests_of(tokens),
+        "formats": [kv.by_name() for kv in plan.formats],
     }
+
+
+def _kv_layouts(
+    config: EngineConfig, model: ModelConfig, weights: Weights | None, dtype: torch.dtype
+) -> tuple[BlockLayout, tuple[BlockLayout, ...], str]:
+    """The layout of `--kv-cache-dtype`, those of all formats, and the layers of `--kv-16bit-layers` in words."""
+    option, note = config.kv_16bit_layers, ""
+    try:
+        chosen = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    except ValueError as error:
+        raise StartupError(f"--kv-cache-dtype: {error}") from error
+    try:
+        wide = () if option == "auto" else parse_layers(option, model.num_layers)
+    except ValueError as error:
+        raise StartupError(f"--kv-16bit-layers: {error}") from error
+    if option == "auto" and weights is not None:
+        wide = outlier_layers(weights, model.num_layers, model.num_kv_heads)
+    elif option == "auto" and model.qkv_bias:
+        note = " known: auto looks at the weights"
+    shape = KVShape(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
+    layouts = tuple(block_layout(shape, codec, dtype, wide) for codec in kv_codecs(dtype))
+    layout = next(found for found in layouts if found.codec == chosen)
+    return layout, layouts, (", ".join(map(str, wide)) or "none") + note
 
 
 def _weight_bytes(config: ModelConfig, weights: Weights | None, maker: LinearMaker) -> int:
@@ -209,13 +255,18 @@ def _weight_bytes(config: ModelConfig, weights: Weights | None, maker: LinearMak
     return size + maker.head_bytes((config.vocab_size, config.hidden_size), config.tied_embeddings)
 
 
-def _workspace(model: OpenModel, config: EngineConfig, context: int) -> int:
-    """Bytes of a step's largest tensors: activations, logits, one layer's gathered KV with its row indices."""
+def _workspace(model: OpenModel, config: EngineConfig, context: int, layout: BlockLayout) -> int:
+    """Bytes of a step's largest tensors: activations, logits, one layer's gathered KV with its row indices.
+
+    8-bit KV is gathered and widened: to the compute dtype, under a scale to float32 before.
+    """
     shape = model.config
     rows = config.prefill_chunk_tokens + config.max_running
     width = 3 * shape.hidden_size + 3 * shape.intermediate_size + 3 * shape.head_dim * shape.num_heads
     logits = 3 * config.max_running * shape.vocab_size * 4  # float32; the sampler sorts a copy
-    gathered = 2 * context * shape.num_kv_heads * (shape.head_dim * model.maker.dtype.itemsize + 8)
+    codec = layout.codec
+    element = model.maker.dtype.itemsize + (codec.dtype == torch.uint8) + 4 * codec.has_scale
+    gathered = 2 * context * shape.num_kv_heads * (shape.head_dim * element + 8 + 8 * codec.has_scale)
     scores = 128 * shape.num_heads * context * 4  # a tile of a chunk's queries
     return rows * width * model.maker.dtype.itemsize + logits + gathered + scores
 
@@ -235,9 +286,9 @@ def _refusal(plan: MemoryPlan, config: EngineConfig, left: int, needed: int) -> 
         option = "raise --gpu-memory, or lower it with" if config.gpu_memory else "lower it with"
         option += " --max-cache"
     return (
-        f"the KV pool can't hold one context of {plan.max_context} tokens ({_mib(needed * plan.block_bytes)}): "
+        f"the KV pool can't hold one context of {plan.max_context} tokens ({_mib(needed * plan.kv.block_bytes)}): "
         f"total {_mib(plan.total)}, free at start {_mib(plan.free)}, weights {_mib(plan.weights)}, workspace "
-        f"{_mib(plan.workspace)}, left for the pool {_mib(max(left, 0))} = {plan.num_blocks} blocks, "
+        f"{_mib(plan.workspace)}, left for the pool {_mib(max(left, 0))} = {plan.kv.num_blocks} blocks, "
         f"needed {needed}; {option}"
     )
 

@@ -43,8 +43,9 @@ class ModelRunner:
     ) -> None:
         self.model_config = decoder.config
         self.eos_token_ids = list(decoder.config.eos_token_ids)
-        self.vocab_size, self.max_context, self.num_blocks = vocab_size, memory.max_context, memory.num_blocks
+        self.vocab_size, self.max_context, self.num_blocks = vocab_size, memory.max_context, memory.kv.num_blocks
         self.memory, self.summary = memory.by_use(), memory.summary()
+        self.kv_cache_dtype = memory.kv.name
         self.store, self.threads = store, threads
         self.decoder, self._dtype = decoder, dtype
         self._windows = frozenset(decoder.config.windows)
@@ -108,7 +109,7 @@ def load_runner(config: EngineConfig, progress: Callable[[int, int], None] = lam
 
     with torch.inference_mode():
         decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
-    store = KVStore(model.kv_layout, memory.num_blocks, device)
+    store = KVStore(model.kv_layout, memory.kv.num_blocks, device)
     runner = ModelRunner(decoder, store, memory, model.vocab_size, model.maker.dtype, threads)
     runner.warm_up()
     return runner

@@ -20,6 +20,7 @@ class NullRunner:
         self.max_context = config.max_cache or model.max_context
         self.num_blocks = config.num_blocks or DEFAULT_BLOCKS
         self.memory: dict[str, int] = {}
+        self.kv_cache_dtype = "none"
         self.summary = f"no model, {self.num_blocks} blocks that hold nothing"
         self._result = StepResult([])
 

@@ -33,4 +33,5 @@ class LoadedRunner(Runner, Protocol):
     max_context: int  # tokens
     num_blocks: int
     memory: dict[str, int]  # bytes by use
+    kv_cache_dtype: str
     summary: str  # for the start-up line

@@ -64,7 +64,19 @@ def engine_config(
     ] = _DEFAULTS.prefill_chunk_tokens,
     threads: Annotated[int, typer.Option(help="CPU threads of the model; 0: by measurement.", **_ENGINE)] = 0,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="Format of the KV cache: auto, fp16, bf16, ...", **_CACHE)
+        str,
+        typer.Option(
+            help="Format of the KV cache: auto (the compute dtype), int8, fp8_e4m3, fp8_e5m2, fp8_per_token_head.",
+            **_CACHE,
+        ),
+    ] = "auto",
+    kv_16bit_layers: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|0,27,...",
+            help="Layers that keep K in 16 bits in 8-bit formats; auto: those whose key bias makes outliers.",
+            **_CACHE,
+        ),
     ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.", **_CACHE)] = _DEFAULTS.block_size,
     max_cache: Annotated[
@@ -94,6 +106,7 @@ def engine_config(
         dtype=dtype,
         weights=weights,
         kv_cache_dtype=kv_cache_dtype,
+        kv_16bit_layers=kv_16bit_layers,
         block_size=block_size,
         max_cache=max_cache,
         num_blocks=num_blocks,

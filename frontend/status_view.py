@@ -81,7 +81,7 @@ def status_view(status: CoreStatus, tokens_per_second: float | None = None) -> G
         f"{_generated(status):,.0f} generated, {counters.get('prompt_tokens_total', 0):,.0f} of prompts",
     )
     table.add_row(
-        "KV blocks",
+        f"KV blocks ({status.model.kv_cache_dtype})" if status.model.kv_cache_dtype else "KV blocks",
         f"{used:,} in use, {cached:,} cached, {free:,} free of {total:,}",
         f"{counters.get('requests_preempted_total', 0):,.0f} preemptions",
     )
@@ -128,15 +128,30 @@ def _generated(status: CoreStatus) -> float:
     return status.counters.get("generated_tokens_total", 0.0)
 
 
-def plan_view(plan: dict[str, Any]) -> Table:
-    """The memory plan that `python -m engine_core plan` printed as JSON; sizes are bytes under names in `_bytes`."""
+def plan_view(plan: dict[str, Any]) -> Group:
+    """The memory plan that `python -m engine_core plan` printed as JSON; sizes are bytes under names in `_bytes`.
+
+    What the KV formats would give stands side by side below it.
+    """
+    found = plan.pop("formats", [])
     table = Table(title=f"{plan.pop('model', 'plan')}", title_justify="left", show_header=False)
     for name, value in plan.items():
-        table.add_row(name.removesuffix("_bytes").replace("_", " "), _plan_value(name, value))
-    return table
+        table.add_row(_plan_name(name), _plan_value(name, value))
+    formats = Table(title="with --kv-cache-dtype", title_justify="left")
+    for name in found[0] if found else ():
+        text = isinstance(found[0][name], str)
+        heading = name.removeprefix("kv_").replace("_", " ")
+        formats.add_column(heading, justify="left" if text else "right", no_wrap=text)
+    for values in found:
+        formats.add_row(*(_plan_value("", value) for value in values.values()))
+    return Group(table, formats) if found else Group(table)
+
+
+def _plan_name(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def _plan_value(name: str, value: Any) -> str:
     if isinstance(value, int) and name.endswith("_bytes"):
         return format_size(value) if value >= 1 << 20 else f"{value:,} bytes"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int | float) else str(value)

@@ -101,10 +101,9 @@ class Float8KV(KVCodec):
 
     def decode(self, data: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See KVCodec. Exact, before the scale."""
-        table_dtype = dtype if scales is None else torch.float32
         index = data.flatten().view(torch.int16).int().add_(1 << 15)
-        values = _pairs(self.float8, table_dtype, data.device).index_select(0, index).view(table_dtype).view(data.shape)
-        return values if scales is None else values.mul_(scales.float()).to(dtype)
+        values = _pairs(self.float8, dtype, data.device).index_select(0, index).view(dtype).view(data.shape)
+        return values if scales is None else values.float().mul_(scales.float()).to(dtype)
 
 
 def _row_scales(values: Tensor, top: float) -> Tensor:

@@ -19,6 +19,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     dtype: str = "auto"  # compute dtype
     weights: str = "auto"  # how linear weights are kept: dense (compute dtype), int8, int4 where the file has 4 bits
     kv_cache_dtype: str = "auto"
+    kv_16bit_layers: str = "auto"  # where 8-bit formats keep K in 16 bits: auto (by outliers), none, or as in "0,27"
     block_size: int = 16  # tokens per KV block
     max_cache: int = 0  # tokens, the longest context of one request; 0: the model's own limit
     num_blocks: int = 0  # KV blocks in the device pool; 0: from memory

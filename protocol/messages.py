@@ -104,6 +104,7 @@ class ModelInfo(Part, frozen=True):
     max_context: int  # tokens, prompt and answer together
     created: int  # unix seconds
     eos_token_ids: list[int]
+    kv_cache_dtype: str = ""  # the format that KV is stored in
 
 
 class Limits(Part, frozen=True):

@@ -21,7 +21,7 @@ STATUS = CoreStatus(
     uptime=3725.0,
     step=1234,
     step_age=0.0,
-    model=ModelInfo("tiny", "/m.gguf", 10, 2048, 0, [2]),
+    model=ModelInfo("tiny", "/m.gguf", 10, 2048, 0, [2], "int8"),
     limits=Limits(10, 1000),
     waiting=3,
     waiting_tokens=456,
@@ -79,6 +79,7 @@ def test_one_table(core: Path) -> None:
         "11 finished, 0 aborted, 0 failed, 0 rejected",
         "456 waiting",
         "5,000 generated, 900 of prompts",
+        "KV blocks (int8)",
         "250 in use, 150 cached, 600 free of 1,000",
         "2 preemptions",
         "25% of 120 prompt tokens found",
@@ -124,6 +125,10 @@ def test_a_plan_as_a_table() -> None:
         "kv_format": "fp16",
         "blocks": 1234567,
         "kv_block_bytes": 589824,
+        "formats": [
+            {"kv_cache_dtype": "fp16", "kv_bytes_per_token": 36864, "max_tokens": 4096},
+            {"kv_cache_dtype": "fp8_per_token_head", "kv_bytes_per_token": 18720.5, "max_tokens": 8192},
+        ],
     }
     console.print(status_view.plan_view(plan))
     file = console.file
@@ -134,5 +139,7 @@ def test_a_plan_as_a_table() -> None:
         ("kv format", "fp16"),
         ("blocks", "1,234,567"),
         ("kv block", "589,824 bytes"),
+        ("cache dtype", "bytes per token"),
+        ("fp8_per_token_head", "18,720.5"),
     ):
         assert any(name in line and value in line for line in text.splitlines())
