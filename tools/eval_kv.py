@@ -2,7 +2,7 @@
 
     python -m tools.eval_kv MODEL [--text FILE] [--formats auto,int8,...] [--tokens 4096] [--output J] [--plot PNG]
 
-A format is a `--kv-cache-dtype`, optionally with the layers whose K stays in 16 bits (`int8:0,27` or `int8:all`), or
+A format is a `--kv-cache-dtype`, optionally with the layers whose K stays in 16 bits (`int8:0+27` or `int8:all`), or
 `fp32`: the whole model in float32, for comparison. All else runs in `--dtype`, with dense weights. `auto` always runs,
 first: it is what the others are compared with.
 
@@ -84,12 +84,14 @@ def load_material(model: TextModel, text: str, options: argparse.Namespace) -> M
     return Material(ids, prompts, options.window, options.stride, options.steps)
 
 
-def load_format(model: str, spec: str, material: Material, dtype: str, threads: int) -> ModelRunner:
-    """A runner with its pool in the format `spec`."""
+def load_format(
+    model: str, spec: str, material: Material, dtype: str, threads: int, num_layers: int = 0
+) -> ModelRunner:
+    """A runner with its pool in the format `spec`; `num_layers` is what `:all` means."""
     name, _, layers = spec.partition(":")
+    layers = ",".join(map(str, range(num_layers))) if layers == "all" else layers.replace("+", ",")
     longest = max(map(len, material.prompts)) + material.steps
     context = max(material.window, longest)
-    mixed: dict[str, Any] = {"kv_16bit_layers": layers} if layers else {}
     return load_runner(
         EngineConfig(
             model=model,
@@ -100,7 +102,7 @@ def load_format(model: str, spec: str, material: Material, dtype: str, threads: 
             num_blocks=max(-(-context // BLOCK), len(material.prompts) * -(-longest // BLOCK)),
             block_size=BLOCK,
             threads=threads,
-            **mixed,
+            kv_16bit_layers=layers or "auto",
         )
     )
 
@@ -110,7 +112,7 @@ def run_format(runner: ModelRunner, material: Material, reference: Tensor | None
     losses, choices = score(runner, material)
     free, logprobs = decode(runner, material, None)
     return Outcome(
-        bytes_per_token=runner.memory["kv_block"] // BLOCK,
+        bytes_per_token=runner.store.layout.image_bytes // BLOCK,
         losses=losses,
         choices=choices,
         forced=logprobs if reference is None else decode(runner, material, reference)[1],
@@ -191,8 +193,10 @@ def evaluate(model: str, text: str, options: argparse.Namespace) -> dict[str, di
     specs = ["auto", *(spec for spec in options.formats if spec != "auto")]
     found: dict[str, dict[str, Any]] = {}
     base: Outcome | None = None
+    layers = 0
     for spec in specs:
-        runner = load_format(model, spec, material, options.dtype, options.threads)
+        runner = load_format(model, spec, material, options.dtype, options.threads, layers)
+        layers = runner.model_config.num_layers
         outcome = run_format(runner, material, base.free if base else None)
         base = base or outcome
         found[spec] = {"scored_tokens": len(outcome.losses), **compare(outcome, base)}
