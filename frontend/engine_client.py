@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from protocol.messages import (
     Role,
     SamplingParams,
     SubmitText,
+    TextDelta,
     TextDeltas,
     TextParams,
     Tokenize,
@@ -50,6 +52,8 @@ STATUS_AGE = 3.0  # seconds without a heartbeat: the core is dead or stopped
 STEP_AGE = 10.0  # seconds without the end of a step while work is pending: the step loop hangs
 UNREAD_SECONDS = 30.0  # how long text may wait for a consumer that doesn't read
 
+Question = tuple[Link, asyncio.Future[Any]]
+
 
 class EngineClient:
     """One frontend process's view of the engine. Make it with `connect`."""
@@ -58,14 +62,16 @@ class EngineClient:
         self.identity = new_identity(Role.FRONTEND)
         self.lost = asyncio.Event()
         self.stray_deltas = 0
+        self._aborted: deque[int] = deque(maxlen=1024)  # requests whose abort is sure to find them
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tokenizers: dict[str, Link] = {}
         self._detokenizers: dict[str, Link] = {}
+        self._handlers: dict[Link, Callable[[Any], None]] = {}  # of the links that are open
         self._dead: set[str] = set()
         self._next_id = secrets.randbits(31) << 32
         self._generations: dict[int, Generation] = {}
-        self._answers: dict[int, tuple[Link, asyncio.Future[Any]]] = {}
+        self._answers: dict[int, Question] = {}
         self._status: CoreStatus | None = None
         self._status_time = time.monotonic()
         self._changed = asyncio.Event()
@@ -102,7 +108,9 @@ class EngineClient:
     async def close(self) -> None:
         """Drop everything. Requests that still run are aborted by the core, which sees the connection go."""
         self._patrol.cancel()
-        self._fail(self._generations.values(), ErrorCode.SHUTTING_DOWN, "this frontend is shutting down")
+        what = "this frontend is shutting down"
+        self._fail(self._generations.values(), ErrorCode.SHUTTING_DOWN, what)
+        self._fail_questions(self._answers.values(), ErrorCode.SHUTTING_DOWN, what)
         self._loop.remove_reader(self._status_socket.fileno())
         self._status_socket.close()
         for link in (self._core, *self._tokenizers.values(), *self._detokenizers.values()):
@@ -223,8 +231,9 @@ class EngineClient:
             self._generations.pop(request_id, None)
         if generation.unfinished and not self.lost.is_set():
             abort = Abort(pack_i64(sorted(generation.unfinished)))
-            # Without its tokenizer there is no submit left to overtake.
-            if not self._try_send(generation.tokenizer, abort):
+            if self._try_send(generation.tokenizer, abort):
+                self._aborted += generation.unfinished
+            else:  # it may overtake the submit; then the request's first text is stray
                 self._try_send(self._core, abort)
 
     def _send(self, link: Link, message: SubmitText | Tokenize | Detokenize) -> None:
@@ -240,7 +249,7 @@ class EngineClient:
     def _link(self, endpoint: str, accepted: Any, handle: Callable[[Any], None]) -> Link:
         hello = Hello(PROTOCOL_VERSION, Role.FRONTEND, self.identity, os.getpid())
         link = Link(self._context, endpoint, hello, accepted)
-        link.handle = handle
+        self._handlers[link] = handle
         for descriptor in link.filenos():
             self._loop.add_reader(descriptor, self._pump, link)
         self._loop.call_soon(self._pump, link)
@@ -248,18 +257,19 @@ class EngineClient:
 
     def _pump(self, link: Link) -> None:
         """Take all that has come on a link."""
-        if link.closed:
+        handle = self._handlers.get(link)
+        if handle is None:
             return
         for message in link.receive():
             try:
-                link.handle(message)
+                handle(message)
             except Exception:
                 _log.exception("a message from %s failed", link.endpoint)
         if link.lost:
             self._lose(link)
 
     def _close(self, link: Link) -> None:
-        if link.closed:
+        if self._handlers.pop(link, None) is None:
             return
         for descriptor in link.filenos():
             self._loop.remove_reader(descriptor)
@@ -280,13 +290,17 @@ class EngineClient:
             what = "the process that handled the text of this request is gone"
             mine = [g for g in generations if g.detokenizer is link or (g.tokenizer is link and not g.is_accepted)]
             self._fail(mine, ErrorCode.ENGINE_UNAVAILABLE, what)
-        for asked, future in self._answers.values():
-            if (asked is link or self.lost.is_set()) and not future.done():
-                future.set_exception(PagetideError(ErrorCode.ENGINE_UNAVAILABLE, what))
+        questions = [entry for entry in self._answers.values() if entry[0] is link or self.lost.is_set()]
+        self._fail_questions(questions, ErrorCode.ENGINE_UNAVAILABLE, what)
 
     def _fail(self, generations: Iterable[Generation], code: ErrorCode, message: str) -> None:
         for generation in set(generations):
             generation.fail(PagetideError(code, message))
+
+    def _fail_questions(self, questions: Iterable[Question], code: ErrorCode, message: str) -> None:
+        for _, future in questions:
+            if not future.done():
+                future.set_exception(PagetideError(code, message))
 
     def _core_message(self, message: Any) -> None:
         self._changed.set()
@@ -309,11 +323,20 @@ class EngineClient:
             for delta in message.deltas:
                 generation = self._generations.get(delta.request_id)
                 if generation is None:
-                    self.stray_deltas += 1
+                    self._take_stray(delta)
                 else:
                     generation.take_delta(delta)
         else:
             self._changed.set()
+
+    def _take_stray(self, delta: TextDelta) -> None:
+        """Text of a request that was left: on its way when it was aborted, or the core still has to be told."""
+        self.stray_deltas += 1
+        request_id = delta.request_id
+        if delta.finish or request_id in self._aborted:
+            return
+        if self._try_send(self._core, Abort(pack_i64([request_id]))):
+            self._aborted.append(request_id)
 
     def _read_status(self) -> None:
         newest = None
@@ -335,6 +358,9 @@ class EngineClient:
             elif role is Role.DETOKENIZER and endpoint not in self._detokenizers:
                 self._detokenizers[endpoint] = self._link(endpoint, TextDeltas, self._delta_message)
         self._dead &= wanted.keys()
+        for links in (self._tokenizers, self._detokenizers):  # whose service ended before the connection was made
+            for endpoint in [e for e, link in links.items() if link.welcome is None and e not in wanted]:
+                self._close(links.pop(endpoint))
 
     async def _watch_consumers(self) -> None:
         while True:

@@ -220,8 +220,7 @@ class Link:
         """Connect (in the background) and queue the Hello. `accepted` is the union of types the server may send."""
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
-        self.handle: Callable[[Any], None] = lambda message: None  # for whoever pumps the link
-        self.lost = self.closed = False
+        self.lost = False
         self.refused = ""
         self.sequence_gaps = 0
         self._sent = self._received = 0
@@ -283,7 +282,7 @@ class Link:
     def wait_welcome(self, timeout: float, cancelled: Callable[[], bool] = lambda: False) -> Welcome:
         """Block until the server has taken us in. Raises StartupError if it refuses or `timeout` seconds pass.
 
-        `cancelled` is asked after each signal and twice a second.
+        `cancelled` is asked twice a second; a signal whose handler doesn't raise is noticed that way.
         """
         poller = zmq.Poller()
         for socket in self.sockets:
@@ -306,7 +305,7 @@ class Link:
 
     def close(self) -> None:
         """Close the connection."""
-        self.lost = self.closed = True
+        self.lost = True
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()

@@ -118,7 +118,7 @@ class Rig:
         if not self.core.context.closed:
             self.core.close()
         for link in (self.tokenizer, self.frontend, self.detokenizer):
-            if not link.closed:
+            if not link.sockets[0].closed:
                 link.close()
         self.context.destroy(linger=0)
 

@@ -67,6 +67,7 @@ class PlayedEngine(threading.Thread):
         self.directory = directory
         self.refusal: ErrorCode | None = None
         self.silent = False
+        self.ghosts: list[PeerInfo] = []  # more peers that the status tells of
         self.step_age = 0.0
         self.waiting = 0
         self.submitted: list[SubmitText] = []
@@ -102,7 +103,7 @@ class PlayedEngine(threading.Thread):
             PeerInfo(Role[name.upper()], name, 1, f"ipc://{self.directory}/{short}")
             for name, short in names.items()
             if name not in self.killed
-        ]
+        ] + self.ghosts
         return CoreStatus("core", 1, 0.0, 0.0, 1, self.step_age, MODEL, LIMITS, self.waiting, 0, 0, peers)
 
     def _answer(self, peer: object, message: object) -> None:
@@ -142,7 +143,8 @@ def play(short_path: Path) -> Callable[[Scenario], None]:
                 assert not client._generations
                 assert not client._answers
             finally:
-                await client.close()
+                if not client._context.closed:
+                    await client.close()
 
         try:
             asyncio.run(main())
@@ -378,5 +380,50 @@ def test_each_of_two_tokenizers_and_detokenizers_gets_its_share(play: Callable[[
         groups = [{n: SimpleNamespace(endpoint=n, welcome=True, lost=False) for n in names} for names in ("ab", "cd")]
         picked = [client._pick(links).endpoint for _ in range(2) for links in groups]
         assert sorted(picked) == ["a", "b", "c", "d"]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("role", [Role.TOKENIZER, Role.DETOKENIZER])
+def test_a_link_to_a_service_that_ended_before_it_answered_is_closed(
+    play: Callable[[Scenario], None], role: Role
+) -> None:
+    async def scenario(client: EngineClient, engine: PlayedEngine) -> None:
+        endpoint = f"ipc://{engine.directory}/ghost"
+        links = client._tokenizers if role is Role.TOKENIZER else client._detokenizers
+        engine.ghosts = [PeerInfo(role, "ghost", 1, endpoint)]
+        await until(lambda: endpoint in links)
+        ghost = links[endpoint]
+        engine.ghosts = []
+        await until(lambda: endpoint not in links)
+        assert all(socket.closed for socket in ghost.sockets)
+        assert client.health() is None
+
+    play(scenario)
+
+
+def test_a_request_that_goes_on_unknown_is_aborted_once(play: Callable[[Scenario], None]) -> None:
+    """Its Abort came before its Submit, so the core knows nothing of it."""
+
+    async def scenario(client: EngineClient, engine: PlayedEngine) -> None:
+        engine.outbox = [TextDelta(7, "a", 1), TextDelta(7, "b", 1), TextDelta(8, "c", 1, Finish.STOP)]
+        await until(lambda: client.stray_deltas == 3)
+        engine.outbox = [TextDelta(7, "d", 1), TextDelta(9, "e", 1)]
+        await until(lambda: len(engine.aborted) == 2)
+        assert engine.aborted == [7, 9]
+
+    play(scenario)
+
+
+def test_closing_answers_who_still_asks(play: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, engine: PlayedEngine) -> None:
+        engine.silent = True
+        question = asyncio.create_task(client.tokenize(TextPrompt("x")))
+        await asyncio.sleep(0)
+        assert client._answers
+        await client.close()
+        with pytest.raises(PagetideError) as caught:
+            await question
+        assert caught.value.code is ErrorCode.SHUTTING_DOWN
 
     play(scenario)

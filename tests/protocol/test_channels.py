@@ -53,7 +53,7 @@ class Rig:
         seen: list[object] = []
         deadline = time.monotonic() + seconds
         poller = zmq.Poller()
-        for socket in (self.server.socket, *(s for link in self.links if not link.closed for s in link.sockets)):
+        for socket in (self.server.socket, *(s for link in self.links for s in link.sockets if not s.closed)):
             poller.register(socket, zmq.POLLIN)
         while not condition():
             assert time.monotonic() < deadline, f"nothing came but {seen}"
@@ -65,7 +65,7 @@ class Rig:
 
     def close(self) -> None:
         for link in self.links:
-            if not link.closed:
+            if not link.sockets[0].closed:
                 link.close()
         self.server.close()
         self.context.destroy(linger=0)
