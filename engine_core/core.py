@@ -22,6 +22,7 @@ from protocol.runtime_dir import core_endpoint, output_endpoint, status_endpoint
 
 MAX_FAILED_STEPS = 3  # in a row; then the fault isn't a request's but ours
 WATCHDOG_SECONDS = 10.0  # with work waiting and nothing planned
+STEP_MEMORY = 300.0  # seconds of steps after which the longest one's time counts half
 
 _log = logging.getLogger("pagetide.core")
 
@@ -52,7 +53,7 @@ class EngineCore:
         self._failed_steps = 0
         self._taken = self._taken_tokens = 0  # from the intake, since the start
         self.finished = self.aborted = self.failed = self.generated_tokens = self.prompt_tokens = 0
-        self.step_seconds = 0.0
+        self.step_seconds = self.longest_step = 0.0
 
     def open(
         self,
@@ -101,7 +102,9 @@ class EngineCore:
         self.output.publish(plan.step, outcomes, result)
         self._failed_steps = 0
         self.last_progress = time.monotonic()
-        self.step_seconds += self.last_progress - started
+        seconds = self.last_progress - started
+        self.step_seconds += seconds
+        self.longest_step = max(seconds, self.longest_step * 0.5 ** (seconds / STEP_MEMORY))
         failed = sum(outcome.finish is Finish.ERROR for outcome in outcomes)
         self.failed += failed
         self.generated_tokens += len(outcomes) - failed
@@ -191,6 +194,7 @@ class EngineCore:
             "requests_waiting": len(scheduler.waiting),
             "requests_running": len(scheduler.running),
             "requests_waiting_tokens": scheduler.waiting_tokens,
+            "longest_step_seconds": self.longest_step,
         }
         counters: dict[str, float] = {
             "steps_total": scheduler.step,

@@ -49,7 +49,8 @@ from protocol.runtime_dir import core_endpoint, status_endpoint
 _log = logging.getLogger("pagetide.client")
 
 STATUS_AGE = 3.0  # seconds without a heartbeat: the core is dead or stopped
-STEP_AGE = 10.0  # seconds without the end of a step while work is pending: the step loop hangs
+STEP_AGE = 10.0  # seconds without the end of a step while work is pending: the step loop hangs, unless
+STEP_FACTOR = 4.0  # it is no longer than this times the longest step of late, say a long prompt's on a slow CPU
 UNREAD_SECONDS = 30.0  # how long text may wait for a consumer that doesn't read
 
 Question = tuple[Link, asyncio.Future[Any]]
@@ -142,7 +143,7 @@ class EngineClient:
             return "the engine core is gone"
         if self._status is None or time.monotonic() - self._status_time > STATUS_AGE:
             return "the engine core gives no sign of life"
-        if self._status.step_age > STEP_AGE:
+        if self._status.step_age > max(STEP_AGE, STEP_FACTOR * self._status.gauges.get("longest_step_seconds", 0.0)):
             return f"no step has ended for {self._status.step_age:.0f} s while requests are pending"
         if not self._is_ready():
             return "no tokenizer or no detokenizer is connected"

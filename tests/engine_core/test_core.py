@@ -235,6 +235,21 @@ def test_intake_answers_while_a_step_hangs_and_its_queue_is_bounded(rig: Rig) ->
     rig.status(lambda s: s.counters["requests_finished_total"] == 5)
 
 
+def test_the_longest_step_is_told_and_slowly_forgotten(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.runner.pace = 0.2
+    rig.submit(1, [1], max_tokens=1)
+    longest = rig.status(lambda s: s.counters["requests_finished_total"] == 1).gauges["longest_step_seconds"]
+    assert 0.2 <= longest < 5
+    rig.runner.pace = 0.0
+    rig.submit(2, [1])
+    rig.status(lambda s: s.counters["requests_finished_total"] == 2)
+    assert rig.core.longest_step >= 0.19, "a few short steps change little"
+    monkeypatch.setattr(core, "STEP_MEMORY", 1e-6)
+    rig.submit(3, [1])
+    rig.status(lambda s: s.counters["requests_finished_total"] == 3)
+    assert rig.core.longest_step < 0.1
+
+
 def test_aborts_in_every_order(rig: Rig) -> None:
     rig.submit(1, [1], max_tokens=50)
     rig.tokenizer.send(Abort(pack_i64([1, 1, 999])))

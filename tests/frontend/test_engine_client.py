@@ -69,6 +69,7 @@ class PlayedEngine(threading.Thread):
         self.silent = False
         self.ghosts: list[PeerInfo] = []  # more peers that the status tells of
         self.step_age = 0.0
+        self.longest_step = 0.0
         self.waiting = 0
         self.submitted: list[SubmitText] = []
         self.aborted: list[int] = []
@@ -104,7 +105,8 @@ class PlayedEngine(threading.Thread):
             for name, short in names.items()
             if name not in self.killed
         ] + self.ghosts
-        return CoreStatus("core", 1, 0.0, 0.0, 1, self.step_age, MODEL, LIMITS, self.waiting, 0, 0, peers)
+        gauges = {"longest_step_seconds": self.longest_step}
+        return CoreStatus("core", 1, 0.0, 0.0, 1, self.step_age, MODEL, LIMITS, self.waiting, 0, 0, peers, gauges)
 
     def _answer(self, peer: object, message: object) -> None:
         if isinstance(message, Abort):
@@ -326,6 +328,10 @@ def test_health_names_what_is_wrong(play: Callable[[Scenario], None], monkeypatc
         engine.step_age = 60.0
         await until(lambda: client.health())
         assert "no step has ended" in client.health()
+        engine.longest_step = 20.0
+        await until(lambda: client.health() is None)
+        engine.step_age = 90.0
+        await until(lambda: client.health())
         monkeypatch.setattr(engine_client, "STATUS_AGE", -1.0)
         assert "no sign of life" in client.health()
 
