@@ -18,7 +18,7 @@ from engine_core.request import Request
 from engine_core.scheduler import Capacity
 from protocol.channels import PING_INTERVAL, Peer, Server
 from protocol.errors import ErrorCode, InvalidRequest, PagetideError
-from protocol.limits import check_sampling, check_text
+from protocol.limits import check_prompt_logprobs, check_sampling, check_text
 from protocol.messages import Abort, Accepted, Limits, Rejected, Role, Submit, Welcome, unpack_i32, unpack_i64
 
 _log = logging.getLogger("pagetide.intake")
@@ -97,6 +97,7 @@ class Intake(threading.Thread):
         if not 0 <= submit.request_id < 1 << 63:
             raise InvalidRequest(f"the request id {submit.request_id} doesn't fit into 63 bits", "request_id")
         # Lengths first: a prompt that can't run costs the same however long it is.
+        check_prompt_logprobs(submit.sampling, len(submit.prompt) // 4)
         limit = self._capacity.answer_limit(len(submit.prompt) // 4, submit.sampling.max_tokens)
         if len(submit.generated) // 4 >= limit:
             raise InvalidRequest("the request has generated all it may already", "generated")

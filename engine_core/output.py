@@ -52,7 +52,8 @@ class OutputChannel:
             peer = self.server.peers.get(identity)
             if peer is not None:
                 self._announce(peer, mine)
-                self.server.send(peer, encode_step(step, mine, result))
+                for part in _parts(mine):
+                    self.server.send(peer, encode_step(step, part, result))
 
     def fail(self, step: int, requests: Iterable[Request], code: ErrorCode, message: str) -> None:
         """End requests with an error."""
@@ -84,6 +85,15 @@ class OutputChannel:
 
     def _peer_gone(self, peer: Peer) -> None:
         self._gone.append(peer.identity)
+
+
+def _parts(outcomes: list[Outcome]) -> list[list[Outcome]]:
+    """Split what goes into messages of their own: the log-probabilities of one prompt may fill a frame."""
+    large = [outcome for outcome in outcomes if outcome.request.prompt_logprobs and len(outcome.request.output) == 1]
+    if not large:
+        return [outcomes]
+    rest = [outcome for outcome in outcomes if outcome not in large]
+    return [*([outcome] for outcome in large), *([rest] if rest else [])]
 
 
 def encode_step(step: int, outcomes: list[Outcome], result: StepResult) -> StepOutput:

@@ -12,6 +12,8 @@ MAX_PROMPT = 1 << 20  # token ids, or characters of a text: bounds the time to t
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 18  # of all tokens of a prompt: with 256 bytes for each they fill a message
+LOGPROB_FLOOR = -9999.0  # stands for minus infinity, which JSON doesn't have
 MAX_LOGIT_BIAS = 4096
 MAX_STOP_TOKEN_IDS = 256
 MAX_STOP_STRINGS = 16
@@ -50,6 +52,17 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for token in params.stop_token_ids:
         _check_token("stop_token_ids", token, vocab_size)
+
+
+def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
+    """Raise InvalidRequest unless the log-probabilities of `prompt_tokens` tokens fit into one message."""
+    # A token has its own, those of the alternatives, and its text in an echo.
+    most = MAX_PROMPT_LOGPROBS // (params.prompt_logprobs + 2)
+    if params.prompt_logprobs >= 0 and prompt_tokens > most:
+        raise InvalidRequest(
+            f"prompt_logprobs of {params.prompt_logprobs} is for prompts of at most {most} tokens, not {prompt_tokens}",
+            "prompt_logprobs",
+        )
 
 
 def check_text(params: TextParams) -> None:

@@ -13,6 +13,7 @@ from engine_core import core
 from engine_core.core import EngineCore, EngineStuck
 from engine_core.plan import StepPlan, StepResult
 from engine_core.scheduler import Capacity
+from protocol import limits
 from protocol.channels import Link, new_identity
 from protocol.codec import Decoder
 from protocol.errors import ErrorCode
@@ -187,6 +188,15 @@ def test_what_can_not_run_is_rejected_and_the_next_request_runs(
     assert rejected.message
     assert accepted.request_id == 2
     assert len(rows(take(rig.detokenizer, 4))) == 3
+
+
+def test_prompt_logprobs_that_no_message_holds_are_rejected(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_PROMPT_LOGPROBS", 12)
+    for request_id, prompt in ((1, [1] * 4), (2, [1] * 3)):
+        rig.submit(request_id, prompt, sampling=SamplingParams(max_tokens=1, prompt_logprobs=2))
+    rejected, accepted = take(rig.tokenizer, 2)
+    assert (rejected.request_id, rejected.param) == (1, "prompt_logprobs")
+    assert accepted.request_id == 2
 
 
 def test_ill_formed_ids_do_not_stop_the_intake(rig: Rig) -> None:

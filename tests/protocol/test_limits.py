@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol import limits
+from protocol.channels import MAX_MESSAGE_BYTES
+from protocol.codec import encode
 from protocol.errors import ErrorCode, InvalidRequest
-from protocol.limits import check_sampling, check_text
-from protocol.messages import SamplingParams, TextParams
+from protocol.limits import check_prompt_logprobs, check_sampling, check_text
+from protocol.messages import SamplingParams, TextDelta, TextParams, TokenLogprobs, TokenText
 
 VOCAB = 1000
 INF, NAN = math.inf, math.nan
@@ -135,6 +137,23 @@ def test_stop_strings_that_are_refused(stop: list[str]) -> None:
         check_text(TextParams(stop=stop))
     assert caught.value.param == "stop"
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("top", [-1, 0, 20])
+def test_the_log_probabilities_of_a_prompt_fit_into_one_message(top: int) -> None:
+    params = SamplingParams(prompt_logprobs=top)
+    if top < 0:
+        check_prompt_logprobs(params, limits.MAX_PROMPT)
+        return
+    most = limits.MAX_PROMPT_LOGPROBS // (top + 2)
+    check_prompt_logprobs(params, most)
+    with pytest.raises(InvalidRequest, match=f"at most {most} tokens") as caught:
+        check_prompt_logprobs(params, most + 1)
+    assert caught.value.param == "prompt_logprobs"
+    token = TokenText(1 << 30, b"x" * 200, -1.5)  # longer ones are rare in any vocabulary
+    entries = [TokenLogprobs(token, [token] * top)] * most
+    delta = TextDelta(1 << 62, "x" * (200 * most), 1, prompt_logprobs=entries)
+    assert len(encode(delta)) < MAX_MESSAGE_BYTES
 
 
 def test_limits_need_neither_torch_nor_zmq() -> None:
