@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from protocol.limits import LOGPROB_FLOOR
 from protocol.messages import Finish, TextDelta, TokenLogprobs, TokenText
 
-LOGPROB_FLOOR = -9999.0  # stands for minus infinity, which JSON doesn't have
 FINISH_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 DONE = b"data: [DONE]\n\n"
 

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from protocol.errors import InvalidRequest
-from protocol.limits import MAX_PROMPT, check_sampling, check_text
+from protocol.limits import MAX_LOGPROBS, MAX_PROMPT, check_sampling, check_text
 from protocol.messages import ChatPrompt, Prompt, SamplingParams, TextParams, TextPrompt, TokenPrompt, pack_i32
 
 MAX_N = 64
 MAX_ANSWERS = 256  # prompts times n
 MAX_COMPLETION_LOGPROBS = 5
-MAX_TOP_LOGPROBS = 20
 MAX_DEPTH = 64  # nesting of JSON that goes to the chat template
 MAX_VALUES = 200_000  # and how many values it has
 MAX_CACHE_SALT = 256  # characters
@@ -116,7 +115,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         if self.prompt_logprobs is not None:
-            _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+            _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
             if self.stream:
                 raise InvalidRequest("prompt_logprobs is for answers that are not streamed", "prompt_logprobs")
         name, max_tokens = self.answer_limit
@@ -238,7 +237,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         if self.max_tokens not in (None, self.answer_limit[1]):
             raise InvalidRequest("max_tokens contradicts max_completion_tokens, which means the same", "max_tokens")
         if self.top_logprobs is not None:
-            _check("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+            _check("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
             if not self.logprobs:
                 raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.tool_choice not in ("none", "auto"):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.api.answer import LOGPROB_FLOOR, ChatShape, Choice, Shape, finite, usage
+from frontend.api.answer import ChatShape, Choice, Shape, finite, usage
+from protocol.limits import LOGPROB_FLOOR
 from protocol.messages import Finish, TextDelta, TokenLogprobs
 
 from .conftest import delta, logprobs, token
