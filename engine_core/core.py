@@ -52,6 +52,7 @@ class EngineCore:
         self._next_ping = 0.0
         self._failed_steps = 0
         self._taken = self._taken_tokens = 0  # from the intake, since the start
+        self._requests: dict[int, Request] = {}  # the scheduler's, once there is one
         self.finished = self.aborted = self.failed = self.generated_tokens = self.prompt_tokens = 0
         self.step_seconds = self.longest_step = 0.0
 
@@ -66,6 +67,7 @@ class EngineCore:
         """Take everybody in: the model is there."""
         self.runner = runner
         self.scheduler = Scheduler(capacity, model.eos_token_ids)
+        self._requests = self.scheduler.requests
         self.model, self.limits, self.memory = model, limits, memory
         welcome = Welcome(PROTOCOL_VERSION, self.identity, model, limits)
         self.intake.open_doors(welcome, capacity)
@@ -236,8 +238,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Stop the threads, end what still runs with an error, and close all sockets."""
-        requests = list(self.scheduler.requests.values()) if hasattr(self, "scheduler") else []
-        self.output.fail(0, requests, ErrorCode.SHUTTING_DOWN, "the engine is shutting down")
+        self.output.fail(0, self._requests.values(), ErrorCode.SHUTTING_DOWN, "the engine is shutting down")
         for thread in (self.intake, self.heartbeat):
             thread.stopping.set()
             if thread.is_alive():
