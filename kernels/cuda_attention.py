@@ -211,11 +211,15 @@ class PrefillAttention:
         self._group, self._dtype, self._window = num_heads // num_kv_heads, dtype, window
         self._scale = (head_dim**-0.5 if scale is None else scale) * math.log2(math.e)
         index = _index(device)
-        hopper = device_target(index) == "sm_90" and head_dim in HOPPER_HEAD_DIMS and not portable
-        file = HOPPER_PREFILL if hopper else "prefill_attention.cu"
-        _, self._rows, threads, shared_bytes = prefill_tile(file, head_dim)
-        unit = variant(file, k_format, v_format, head_dim, dtype)
-        self._kernel = kernel(unit, "6P7q5if", threads, index, shared_bytes)
+        self._multiprocessors: int = torch.cuda.get_device_properties(index).multi_processor_count
+        files = ["prefill_attention.cu"]
+        if device_target(index) == "sm_90" and head_dim in HOPPER_HEAD_DIMS and not portable:
+            files.append(HOPPER_PREFILL)
+        self._kernels = []  # with their rows, fewest rows first
+        for file in files:
+            _, rows, threads, shared_bytes = prefill_tile(file, head_dim)
+            unit = variant(file, k_format, v_format, head_dim, dtype)
+            self._kernels.append((rows, kernel(unit, "6P7q5if", threads, index, shared_bytes)))
 
     def __call__(
         self,
@@ -233,8 +237,13 @@ class PrefillAttention:
         check_heads("query", query, self._heads, self._head_dim, self._dtype)
         check_heads("out", out, self._heads, self._head_dim, self._dtype)
         batch = check_batch(tables, lengths, query_start)
-        self._kernel(
-            (-(-most_queries * self._group // self._rows), self._kv_heads, batch),
+        # The kernel with the larger blocks is the faster one if they are enough to fill the device.
+        rows, launch = self._kernels[-1]
+        row_count = most_queries * self._group
+        if -(-row_count // rows) * self._kv_heads * batch < self._multiprocessors:
+            rows, launch = self._kernels[0]
+        launch(
+            (-(-row_count // rows), self._kv_heads, batch),
             query.data_ptr(),
             out.data_ptr(),
             pool.data_ptr(),

@@ -72,12 +72,13 @@ HOPPER_HEAD_DIMS = (64, 128)
 
 
 def prefill_tile(file: str, head_dim: int) -> tuple[int, int, int, int]:
-    """Of a prefill kernel: keys of a tile, query rows and threads of a block, bytes of shared memory."""
-    if file == HOPPER_PREFILL:
-        return 64, 128, 256, (4 * 64 + 128) * head_dim * 2 + 1024
-    # Two blocks' worth fit in the shared memory of compute capability 8.0, one in that of 8.6.
-    keys, rows = (16, 64) if head_dim > 128 else (32, 128)
-    return keys, rows, 128, (4 * keys + rows) * (head_dim * 2 + 16)
+    """Of a prefill kernel: keys of a tile, query rows and threads of a block, most bytes of shared memory."""
+    hopper = file == HOPPER_PREFILL
+    # Two blocks fit in the shared memory of compute capability 8.0, one in that of 8.6.
+    keys, rows, threads = (64, 256, 512) if hopper else (16, 64, 128) if head_dim > 128 else (32, 128, 128)
+    pitch = head_dim * 2 + (0 if hopper else 16)
+    raw = -(-keys * head_dim // 16 // threads) * threads * 16
+    return keys, rows, threads, (4 * keys + rows) * pitch + 2 * raw + (1024 if hopper else 0)
 
 
 def variant(file: str, k_format: str, v_format: str, head_dim: int, dtype: torch.dtype, row_tiles: int = 0) -> Variant:

@@ -212,17 +212,20 @@ DEVICE void softmax(State& st, float (&s)[ROW_TILES][4], u32 (&packed)[ROW_TILES
         if constexpr (KF::HAS_SCALE) k_scale[r] *= f16_to_float(sc.k[r]);
         if constexpr (VF::HAS_SCALE) {
             v_scale[r] = f16_to_float(sc.v[r]);
-            if (!whole && !visible.stored(tile * 16 + n + 8 * r)) v_scale[r] = 0;
+            v_scale[r] = whole || visible.stored(tile * 16 + n + 8 * r) ? v_scale[r] : 0;
             v_log[r] = log2_approx(fmaxf(v_scale[r], 1e-8f));
         }
     }
 #pragma unroll
     for (int nt = 0; nt < ROW_TILES; nt++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            s[nt][e] *= k_scale[e >> 1];
-            if (!whole && !visible(p, tile * 16 + n + 8 * (e >> 1), nt * 8 + 2 * c + (e & 1))) s[nt][e] = negative_infinity();
-        }
+        for (int e = 0; e < 4; e++) s[nt][e] *= k_scale[e >> 1];
+    if (!whole)
+#pragma unroll
+        for (int nt = 0; nt < ROW_TILES; nt++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (!visible(p, tile * 16 + n + 8 * (e >> 1), nt * 8 + 2 * c + (e & 1))) s[nt][e] = negative_infinity();
     // P times the scale of V is what has to stay in range: the maximum is that of s + log2(scale).
     bool over = false;
 #pragma unroll

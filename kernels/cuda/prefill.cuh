@@ -1,6 +1,7 @@
 // What the prefill kernels share: how tiles get into shared memory, the softmax, the output.
 //
-// The including file defines WARPS, ROW_TILES (of 16 query rows in one warp), KEYS (of a tile), and `place`.
+// The including file defines WARPS, ROW_TILES (of 16 query rows in one warp), TILE_BYTES, QUERY_BYTES
+// and `place`.
 #pragma once
 #include "kv_formats.cuh"
 
@@ -29,7 +30,7 @@ struct Params {
 };
 
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
-    int bytes = valid ? 16 : 0;  // the rest becomes zeros
+    int bytes = valid ? 16 : 0;  // the rest becomes zeros, and nothing is read
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
 
@@ -37,64 +38,105 @@ DEVICE void store_shared(u32 to, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-struct Keys { int low, high; };  // that any row of this block sees
+// What a block reads, in shared memory for want of registers.
+struct Source {
+    const int* table;  // of the request
+    int low, high;     // keys that any row of this block sees
+    int row0;          // the head's first row in a block image
+    int first_limit;   // keys that the request's first token sees end here
+    int block_row;     // the block's first query row, of `rows` of this request and head, which begin at token0
+    int rows, token0;
+};
 
-// Which 16-byte pieces of a tile a thread loads, for elements of BYTES, and in which blocks they are.
-template <int BYTES> struct Pieces {
-    static constexpr int PER_ROW = HEAD_DIM * BYTES / 16;
-    static constexpr int ROUNDS = (KEYS * PER_ROW + THREADS - 1) / THREADS;
-    int ids[ROUNDS];  // blocks of the tile to load next; negative: nobody sees that key
+__shared__ Source source;
 
-    DEVICE static int row(int round) { return (threadIdx.x + round * THREADS) / PER_ROW; }
-    DEVICE static int piece(int round) { return (threadIdx.x + round * THREADS) % PER_ROW; }
-    DEVICE static bool mine(int round) { return KEYS * PER_ROW % THREADS == 0 || row(round) < KEYS; }
+// Keep what follows from x from being computed before the loop: it would be spilled.
+DEVICE void hide(int& x) { asm volatile("" : "+r"(x)); }
 
-    DEVICE void fetch(const Params& p, const int* table, Keys keys, int tile) {
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++) {
-            int key = tile * KEYS + row(i);
-            ids[i] = mine(i) && key >= keys.low && key < keys.high ? __ldg(table + (key >> p.block_size_log2)) : -1;
-        }
+// The blocks that a warp is about to load from: those of 512 keys, 16 keys in each lane.
+struct Window {
+    static constexpr int SIZE = 32 * 16;
+    int ids;
+
+    DEVICE void fetch(const Params& p, int first) {
+        int key = first / SIZE * SIZE + (threadIdx.x & 31) * 16;
+        ids = key < source.high && key + 16 > source.low ? __ldg(source.table + (key >> p.block_size_log2)) : 0;
+    }
+    DEVICE void leave(const Params& p, int tile) {  // as early as its last tile allows
+        if ((tile + 1) * KEYS % SIZE == 0) fetch(p, (tile + 1) * KEYS);
+    }
+    DEVICE i64 block(const Params& p, int key) const {  // bytes from the pool's start
+        return (u64)(u32)__shfl_sync(FULL_WARP, ids, (key & SIZE - 1) >> 4) * (u32)p.block_stride;
     }
 };
 
-// One thread's share of the tiles of K or of V.
+// One thread's share of the tiles of K or of V: 16-byte pieces of stored rows. 16-bit formats go straight to their place;
+// 8-bit formats wait in shared memory of the thread's own (`raw`) until it decodes them.
 template <int FORMAT, bool IS_K> struct Operand {
     typedef Format<FORMAT> F;
-    typedef Pieces<F::BYTES> P;
-    static constexpr int ROUNDS = P::ROUNDS;
-    Words4 raw[F::IS_16BIT ? 1 : ROUNDS];
+    static constexpr int AHEAD = F::IS_16BIT ? 1 : 2;  // tiles
+    static constexpr int ROW_BYTES = HEAD_DIM * F::BYTES, PER_ROW = ROW_BYTES / 16;
+    static constexpr int ROUNDS = (KEYS * PER_ROW + THREADS - 1) / THREADS;
+    static constexpr int RAW_BYTES = F::IS_16BIT ? 0 : ROUNDS * THREADS * 16;
+    // A thread's rows are STEP apart. Where STEP and 16 divide each other, what depends on the thread is computed once.
+    static constexpr int STEP = THREADS / PER_ROW;
+    static constexpr bool REGULAR = THREADS % PER_ROW == 0 && (STEP % 16 == 0 || 16 % STEP == 0);
     u16 scale[F::HAS_SCALE ? ROUNDS : 1];
 
-    // Start the loads of a tile; `to` is only used by 16-bit formats. row0: the head's first row in a block.
-    DEVICE void load(const Params& p, const P& at, int row0, int tile, u32 to) {
+    DEVICE static int row(int thread, int round) { return (thread + round * THREADS) / PER_ROW; }
+    DEVICE static int piece(int thread, int round) { return (thread + round * THREADS) % PER_ROW; }
+    DEVICE static bool mine(int thread, int round) {
+        return KEYS * PER_ROW % THREADS == 0 || row(thread, round) < KEYS;
+    }
+    DEVICE static u32 slot(u32 raw, int thread, int round) { return raw + (round * THREADS + thread) * 16; }
+    // Where a piece of 16-bit elements goes in a tile: of the pieces that one stored piece gives, PART of SIZE.
+    template <int SIZE, int PART> DEVICE static u32 spot(int thread, int round) {
+        if constexpr (REGULAR) return place(KEYS, row(thread, 0), SIZE * piece(thread, 0) + PART) + place(KEYS, round * STEP, 0);
+        else return place(KEYS, row(thread, round), SIZE * piece(thread, round) + PART);
+    }
+
+    // Start the loads of a tile.
+    DEVICE void load(const Params& p, const Window& window, int tile, u32 to, u32 raw) {
+        int first = tile * KEYS;
+        if (first >= source.low && first + KEYS <= source.high) load_rows<true>(p, window, first, to, raw);
+        else load_rows<false>(p, window, first, to, raw);
+    }
+
+    template <bool WHOLE> DEVICE void load_rows(const Params& p, const Window& window, int first, u32 to, u32 raw) {
+        int mask = (1 << p.block_size_log2) - 1, row0 = source.row0, thread = threadIdx.x;
+        hide(thread);
+        const u8* base = p.pool + (IS_K ? p.k_offset : p.v_offset) + row0 * ROW_BYTES;
+        if constexpr (REGULAR) base += row(thread, 0) % 16 * ROW_BYTES + piece(thread, 0) * 16;
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
-            int slot = row0 + ((tile * KEYS + P::row(i)) & ((1 << p.block_size_log2) - 1));
-            bool valid = at.ids[i] >= 0;
-            const u8* block = p.pool + max(at.ids[i], 0) * p.block_stride;
-            const u8* from = block + (IS_K ? p.k_offset : p.v_offset) + slot * (HEAD_DIM * F::BYTES) + P::piece(i) * 16;
-            if constexpr (F::IS_16BIT) {
-                if (P::mine(i)) copy_async(to + place(KEYS, P::row(i), P::piece(i)), from, valid);
-            } else {
-                raw[i] = {0, 0, 0, 0};
-                if constexpr (F::HAS_SCALE) scale[i] = 0;
-                if (valid) {
-                    raw[i] = load_stream4(from);
-                    if constexpr (F::HAS_SCALE)
-                        scale[i] = load_stream_u16(block + (IS_K ? p.k_scale_offset : p.v_scale_offset) + slot * 2);
-                }
+            int key = first + row(thread, i);
+            int group = REGULAR ? first + i * STEP / 16 * 16 + (STEP > 16 ? row(thread, 0) / 16 * 16 : 0) : key;  // of 16 keys
+            i64 block = window.block(p, group);
+            bool valid = WHOLE || (key >= source.low && key < source.high);
+            const u8* from = base + block;
+            if constexpr (REGULAR) from += ((group & mask) + i * STEP % 16) * ROW_BYTES;
+            else from += (key & mask) * ROW_BYTES + piece(thread, i) * 16;
+            if (mine(thread, i)) copy_async(F::IS_16BIT ? to + spot<1, 0>(thread, i) : slot(raw, thread, i), from, valid);
+            if constexpr (F::HAS_SCALE) {
+                scale[i] = 0;
+                if (valid && mine(thread, i))
+                    scale[i] = load_stream_u16(p.pool + block + (IS_K ? p.k_scale_offset : p.v_scale_offset) +
+                                               (row0 + (key & mask)) * 2);
             }
         }
     }
 
-    // Decode what was loaded into shared memory.
-    DEVICE void finish(u32 to) {
+    // Decode what has arrived.
+    DEVICE void finish(u32 to, u32 raw) {
+        int thread = threadIdx.x;
+        hide(thread);
         if constexpr (!F::IS_16BIT)
 #pragma unroll
             for (int i = 0; i < ROUNDS; i++) {
-                if (!P::mine(i)) continue;
-                u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w}, out[8];
+                if (!mine(thread, i)) continue;
+                u32 words[4], out[8];
+                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(slot(raw, thread, i)) : "memory");
 #pragma unroll
                 for (int w = 0; w < 4; w++) decode4<FORMAT>(words[w], out[2 * w], out[2 * w + 1]);
                 if constexpr (F::HAS_SCALE || F::FACTOR != 1) {
@@ -104,10 +146,47 @@ template <int FORMAT, bool IS_K> struct Operand {
 #pragma unroll
                     for (int w = 0; w < 8; w++) out[w] = mul_f16x2(out[w], both);
                 }
-                int row = P::row(i), piece = 2 * P::piece(i);
-                store_shared(to + place(KEYS, row, piece), out[0], out[1], out[2], out[3]);
-                store_shared(to + place(KEYS, row, piece + 1), out[4], out[5], out[6], out[7]);
+                store_shared(to + spot<2, 0>(thread, i), out[0], out[1], out[2], out[3]);
+                store_shared(to + spot<2, 1>(thread, i), out[4], out[5], out[6], out[7]);
             }
+    }
+};
+
+// K and V of one request and head, tile by tile. In shared memory: two stages of K and V, the queries, what is raw.
+struct Tiles {
+    static constexpr int STAGE = 2 * TILE_BYTES;
+    Operand<K_FORMAT, true> k;
+    Operand<V_FORMAT, false> v;
+    Window k_window, v_window;  // one and the same if K and V are equally far ahead
+    u32 stages;
+
+    static constexpr int K_AHEAD = Operand<K_FORMAT, true>::AHEAD, V_AHEAD = Operand<V_FORMAT, false>::AHEAD;
+    static constexpr bool TOGETHER = K_AHEAD == V_AHEAD;
+    DEVICE u32 raw_k() const { return stages + 2 * STAGE + QUERY_BYTES; }
+    DEVICE u32 raw_v() const { return raw_k() + Operand<K_FORMAT, true>::RAW_BYTES; }
+
+    DEVICE void load_k(const Params& p, int tile, u32 to) {
+        k.load(p, k_window, tile, to, raw_k());
+        if (!TOGETHER) k_window.leave(p, tile);
+    }
+    DEVICE void load_v(const Params& p, int tile, u32 to) {
+        v.load(p, TOGETHER ? k_window : v_window, tile, to + TILE_BYTES, raw_v());
+        if (TOGETHER) k_window.leave(p, tile);
+        else v_window.leave(p, tile);
+    }
+    DEVICE void start(const Params& p, int tile) {
+        k_window.fetch(p, tile * KEYS);
+        if (!TOGETHER) v_window.fetch(p, tile * KEYS);
+        load_k(p, tile, stages), load_v(p, tile, stages);
+        if (!KF::IS_16BIT || !VF::IS_16BIT) asm volatile("cp.async.wait_all;" ::: "memory");
+        k.finish(stages, raw_k()), v.finish(stages + TILE_BYTES, raw_v());
+        if (!KF::IS_16BIT) load_k(p, tile + 1, 0);
+        if (!VF::IS_16BIT) load_v(p, tile + 1, 0);
+    }
+    // While `tile` is computed on: fill the stage of the next one, and load further ahead.
+    DEVICE void advance(const Params& p, int tile, u32 next) {
+        k.finish(next, raw_k()), v.finish(next + TILE_BYTES, raw_v());
+        load_k(p, tile + K_AHEAD, next), load_v(p, tile + V_AHEAD, next);
     }
 };
 
@@ -137,10 +216,26 @@ struct State {
     float m[ROW_TILES][2], l[ROW_TILES][2];  // of rows n and n + 8; the maximum in powers of two
 };
 
-// Scores of one tile to probabilities, as A operands. first_limit: keys that the request's first token sees end here.
+// Scores of one tile to probabilities, as A operands.
 DEVICE void softmax(State& st, float (&s)[ROW_TILES][KEYS / 8][4], u32 (&probabilities)[ROW_TILES][KEYS / 16][4],
-                    const Params& p, int tile, bool whole, int first_limit, int first_row, int lane) {
+                    const Params& p, int tile, bool whole, int first_row, int lane) {
     int c = lane & 3;
+    if (!whole) {
+        hide(first_row);
+#pragma unroll
+        for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                // In this thread's count of keys: the first that the row does not see, and the first that it sees.
+                int end = source.first_limit + (first_row + t * 16 + (lane >> 2) + 8 * r) / p.group - tile * KEYS - 2 * c;
+                int begin = p.window ? end - p.window : -KEYS;
+#pragma unroll
+                for (int j = 0; j < KEYS / 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        if (j * 8 + e >= end || j * 8 + e < begin) s[t][j][2 * r + e] = negative_infinity();
+            }
+    }
     float top[ROW_TILES][2];
     bool over = false;
 #pragma unroll
@@ -149,15 +244,7 @@ DEVICE void softmax(State& st, float (&s)[ROW_TILES][KEYS / 8][4], u32 (&probabi
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                float& x = s[t][j][e];
-                if (!whole) {
-                    int key = tile * KEYS + j * 8 + 2 * c + (e & 1);
-                    int end = first_limit + (first_row + t * 16 + (lane >> 2) + 8 * (e >> 1)) / p.group;
-                    if (key >= end || (p.window && key < end - p.window)) x = negative_infinity();
-                }
-                top[t][e >> 1] = fmaxf(top[t][e >> 1], x);
-            }
+            for (int r = 0; r < 2; r++) top[t][r] = fmaxf(top[t][r], fmaxf(s[t][j][2 * r], s[t][j][2 * r + 1]));
         top[t][0] *= p.scale, top[t][1] *= p.scale;
         over |= top[t][0] > st.m[t][0] + 8 || top[t][1] > st.m[t][1] + 8;
     }
@@ -182,10 +269,8 @@ DEVICE void softmax(State& st, float (&s)[ROW_TILES][KEYS / 8][4], u32 (&probabi
         for (int j = 0; j < KEYS / 8; j++) {
             float(&x)[4] = s[t][j];
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                x[e] = exp2_approx(fmaf(x[e], p.scale, -st.m[t][e >> 1]));
-                st.l[t][e >> 1] += x[e];
-            }
+            for (int e = 0; e < 4; e++) x[e] = exp2_approx(fmaf(x[e], p.scale, -st.m[t][e >> 1]));
+            st.l[t][0] += x[0] + x[1], st.l[t][1] += x[2] + x[3];
             probabilities[t][j / 2][j % 2 * 2] = pack<VF::BF16_MMA>(x[0], x[1]);
             probabilities[t][j / 2][j % 2 * 2 + 1] = pack<VF::BF16_MMA>(x[2], x[3]);
         }

@@ -8,12 +8,11 @@
 //
 // Macros: HEAD_DIM; K_FORMAT, V_FORMAT; QUERY_BF16; KEYS.
 
-#define PITCH (HEAD_DIM * 2 + 16)  // bytes; an odd number of 16-byte units keeps ldmatrix free of bank conflicts
+constexpr int PITCH = HEAD_DIM * 2 + 16;  // bytes; an odd number of 16-byte units keeps ldmatrix free of bank conflicts
 constexpr int WARPS = 4;
 constexpr int ROW_TILES = HEAD_DIM > 128 ? 1 : 2;
+constexpr int TILE_BYTES = KEYS * PITCH, QUERY_BYTES = WARPS * 16 * ROW_TILES * PITCH;
 #include "prefill.cuh"
-
-constexpr int TILE_BYTES = KEYS * PITCH;
 
 DEVICE u32 place(int rows, int row, int piece) { return row * PITCH + piece * 16; }
 
@@ -28,8 +27,8 @@ DEVICE void load_matrix_transposed(u32 (&r)[4], u32 from) {
 }
 
 // One tile: scores, probabilities, output.
-DEVICE void attend(State& st, u32 query, u32 k_tile, u32 v_tile, const Params& p, int tile, bool whole, int first_limit,
-                   int first_row, int lane) {
+DEVICE void attend(State& st, u32 query, u32 k_tile, u32 v_tile, const Params& p, int tile, bool whole, int first_row,
+                   int lane) {
     float s[ROW_TILES][KEYS / 8][4] = {};
     u32 q_at = query + (lane & 15) * PITCH + (lane >> 4) * 16;
     u32 k_at = k_tile + ((lane & 7) + (lane >> 4) * 8) * PITCH + (lane >> 3 & 1) * 16;
@@ -50,7 +49,7 @@ DEVICE void attend(State& st, u32 query, u32 k_tile, u32 v_tile, const Params& p
         }
     }
     u32 probabilities[ROW_TILES][KEYS / 16][4];
-    softmax(st, s, probabilities, p, tile, whole, first_limit, first_row, lane);
+    softmax(st, s, probabilities, p, tile, whole, first_row, lane);
     u32 v_at = v_tile + (lane & 15) * PITCH + (lane >> 4) * 16;
 #pragma unroll
     for (int j = 0; j < KEYS / 16; j++)
@@ -67,11 +66,6 @@ DEVICE void attend(State& st, u32 query, u32 k_tile, u32 v_tile, const Params& p
         }
 }
 
-template <bool FIRST, class A, class B> DEVICE auto& choose(A& a, B& b) {
-    if constexpr (FIRST) return a;
-    else return b;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2) prefill_attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
@@ -82,8 +76,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) prefill_attention(const
     if (block_row >= rows) return;
     int first_limit = length - tokens + 1;  // keys that the first token sees end here
     int last_token = min(block_row + ROWS - 1, rows - 1) / p.group, first_token = block_row / p.group;
-    Keys keys = {p.window ? max(0, first_limit + first_token - p.window) : 0, first_limit + last_token};
-    int first_tile = keys.low / KEYS, tiles = (keys.high + KEYS - 1) / KEYS;
+    int low = p.window ? max(0, first_limit + first_token - p.window) : 0, high = first_limit + last_token;
+    int first_tile = low / KEYS, tiles = (high + KEYS - 1) / KEYS;
+    if (threadIdx.x == 0)
+        source = {p.tables + (i64)request * p.table_stride, low, high, head << p.block_size_log2, first_limit,
+                  block_row, rows, token0};
+    __syncthreads();
 
     int first_row = block_row + warp * 16 * ROW_TILES;
     int least_limit = first_limit + first_row / p.group;
@@ -98,44 +96,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) prefill_attention(const
             for (int i = 0; i < 2 * STEPS; i++) st.o[t][i][2 * r] = st.o[t][i][2 * r + 1] = 0;
         }
 
-    u32 stages = (u32)__cvta_generic_to_shared(shared);  // [2][K, V][TILE_BYTES]
-    u32 queries = stages + 4 * TILE_BYTES;                    // [ROWS][PITCH]
+    Tiles kv;
+    kv.stages = (u32)__cvta_generic_to_shared(shared);
+    u32 queries = kv.stages + 2 * Tiles::STAGE;  // [ROWS][PITCH]
     stage_query(queries, p, head, block_row, token0, rows);
-    const int* table = p.tables + (i64)request * p.table_stride;
-    int row0 = head << p.block_size_log2;
-    Operand<K_FORMAT, true> k;
-    Operand<V_FORMAT, false> v;
-    Pieces<KF::BYTES> k_at;
-    Pieces<VF::BYTES> other_v_at;  // K and V of one size are loaded alike
-    constexpr bool ALIKE = KF::BYTES == VF::BYTES;
-    auto& v_at = choose<ALIKE>(k_at, other_v_at);
-
-    // 16-bit formats are one tile ahead, in shared memory; 8-bit formats another one, in registers.
-    k_at.fetch(p, table, keys, first_tile);
-    if (!ALIKE) v_at.fetch(p, table, keys, first_tile);
-    k.load(p, k_at, row0, first_tile, stages), v.load(p, v_at, row0, first_tile, stages + TILE_BYTES);
-    k.finish(stages), v.finish(stages + TILE_BYTES);
-    k_at.fetch(p, table, keys, first_tile + 1);
-    if (!ALIKE) v_at.fetch(p, table, keys, first_tile + 1);
-    if (!KF::IS_16BIT) k.load(p, k_at, row0, first_tile + 1, 0);
-    if (!VF::IS_16BIT) v.load(p, v_at, row0, first_tile + 1, 0);
-    if (!KF::IS_16BIT) k_at.fetch(p, table, keys, first_tile + 2);
-    if (!ALIKE && !VF::IS_16BIT) v_at.fetch(p, table, keys, first_tile + 2);
+    queries += warp * 16 * ROW_TILES * PITCH;
+    kv.start(p, first_tile);
     for (int tile = first_tile; tile < tiles; tile++) {
-        u32 now = stages + (tile - first_tile & 1) * 2 * TILE_BYTES, next = stages + (tile - first_tile + 1 & 1) * 2 * TILE_BYTES;
+        int odd = tile - first_tile & 1;
+        u32 now = kv.stages + odd * Tiles::STAGE, next = kv.stages + (odd ^ 1) * Tiles::STAGE;
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
-        if (tile + 1 < tiles) {
-            constexpr int K_AHEAD = KF::IS_16BIT ? 1 : 2, V_AHEAD = VF::IS_16BIT ? 1 : 2;
-            k.finish(next), v.finish(next + TILE_BYTES);
-            k.load(p, k_at, row0, tile + K_AHEAD, next), v.load(p, v_at, row0, tile + V_AHEAD, next + TILE_BYTES);
-            k_at.fetch(p, table, keys, tile + K_AHEAD + 1);
-            if (!ALIKE) v_at.fetch(p, table, keys, tile + V_AHEAD + 1);
-        }
+        if (tile + 1 < tiles) kv.advance(p, tile, next);
         bool seen = tile * KEYS < most_limit && (p.window == 0 || tile * KEYS + KEYS > least_limit - p.window);
         bool whole = tile * KEYS + KEYS <= least_limit && (p.window == 0 || tile * KEYS >= most_limit - p.window);
-        if (seen) attend(st, queries + warp * 16 * ROW_TILES * PITCH, now, now + TILE_BYTES, p, tile, whole,
-                         first_limit, first_row, lane);
+        if (seen) attend(st, queries, now, now + TILE_BYTES, p, tile, whole, first_row, lane);
     }
     write_out(st, p, head, first_row, token0, rows, n, c);
 }

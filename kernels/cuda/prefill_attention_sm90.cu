@@ -1,15 +1,14 @@
 // Prefill attention with Hopper's warpgroup matrix instructions. See prefill_attention.cu for what is computed.
 //
-// Two warpgroups of 64 query rows each. The scores of the next tile run on the tensor cores during the softmax of this
-// one, so K is a tile further ahead than V. Tiles stand in rows of 128 bytes (64 elements), with the hardware's 128-byte
-// swizzle: a long head takes several such columns, one after the other.
+// Four warpgroups of 64 query rows each: while some are in their softmax, others keep the tensor cores busy. Tiles stand
+// in rows of 128 bytes (64 elements), with the hardware's 128-byte swizzle: a long head takes several such columns, one
+// after the other.
 //
 // Macros: HEAD_DIM (64 or 128); K_FORMAT, V_FORMAT; QUERY_BF16; KEYS (64). For sm_90a only.
-constexpr int WARPS = 8;
+constexpr int WARPS = 16;
 constexpr int ROW_TILES = 1;
+constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2, QUERY_BYTES = WARPS * 16 * HEAD_DIM * 2;
 #include "prefill.cuh"
-
-constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2;
 
 DEVICE u32 place(int rows, int row, int piece) {
     return (piece >> 3) * (rows * 128) + row * 128 + ((piece & 7 ^ row & 7) << 4);
@@ -89,77 +88,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention_sm90(
     if (block_row >= rows) return;
     int first_limit = length - tokens + 1;  // keys that the first token sees end here
     int last_token = min(block_row + ROWS - 1, rows - 1) / p.group, first_token = block_row / p.group;
-    Keys keys = {p.window ? max(0, first_limit + first_token - p.window) : 0, first_limit + last_token};
-    int first_tile = keys.low / KEYS, tiles = (keys.high + KEYS - 1) / KEYS;
-    int first_row = block_row + warp * 16;
-    int least_limit = first_limit + first_row / p.group, most_limit = first_limit + (first_row + 15) / p.group;
-
-    u32 k_stages = (u32)__cvta_generic_to_shared(shared) + 1023 & ~1023u;  // [2][TILE_BYTES]
-    u32 v_stages = k_stages + 2 * TILE_BYTES, queries = k_stages + 4 * TILE_BYTES;
-    stage_query(queries, p, head, block_row, token0, rows);
-    u32 query = queries + (warp >> 2) * (64 * 128);
-    const int* table = p.tables + (i64)request * p.table_stride;
-    int row0 = head << p.block_size_log2;
-    Operand<K_FORMAT, true> k;
-    Operand<V_FORMAT, false> v;
-    Pieces<KF::BYTES> k_at;
-    Pieces<VF::BYTES> v_at;
-    // Of K two tiles are staged, of V one; of 8-bit formats another is in registers.
-    k_at.fetch(p, table, keys, first_tile), v_at.fetch(p, table, keys, first_tile);
-    k.load(p, k_at, row0, first_tile, k_stages), v.load(p, v_at, row0, first_tile, v_stages);
-    k.finish(k_stages), v.finish(v_stages);
-    k_at.fetch(p, table, keys, first_tile + 1);
-    k.load(p, k_at, row0, first_tile + 1, k_stages + TILE_BYTES);
-    k.finish(k_stages + TILE_BYTES);
-    k_at.fetch(p, table, keys, first_tile + 2), v_at.fetch(p, table, keys, first_tile + 1);
-    if (!KF::IS_16BIT) {
-        k.load(p, k_at, row0, first_tile + 2, 0);
-        k_at.fetch(p, table, keys, first_tile + 3);
-    }
-    if (!VF::IS_16BIT) {
-        v.load(p, v_at, row0, first_tile + 1, 0);
-        v_at.fetch(p, table, keys, first_tile + 2);
-    }
-    asm volatile("cp.async.wait_all; fence.proxy.async.shared::cta;" ::: "memory");
+    int low = p.window ? max(0, first_limit + first_token - p.window) : 0, high = first_limit + last_token;
+    if (threadIdx.x == 0)
+        source = {p.tables + (i64)request * p.table_stride, low, high, head << p.block_size_log2, first_limit,
+                  block_row, rows, token0};
     __syncthreads();
-    float s[1][KEYS / 8][4], next_s[KEYS / 8][4];
+    int first_row = block_row + warp * 16;
+    __shared__ int limits[WARPS][2];  // first keys that the warp's first and last row don't see
+    limits[warp][0] = first_limit + first_row / p.group, limits[warp][1] = first_limit + (first_row + 15) / p.group;
+
+    Tiles kv;
+    kv.stages = (u32)__cvta_generic_to_shared(shared) + 1023 & ~1023u;
+    int queries = kv.stages + 2 * Tiles::STAGE;
+    stage_query(queries, p, head, block_row, token0, rows);
+    queries += (warp >> 2) * (64 * 128);
+    int first_tile = low / KEYS;
+    kv.start(p, first_tile);
     State st;
     st.m[0][0] = st.m[0][1] = LOWEST, st.l[0][0] = st.l[0][1] = 0;
 #pragma unroll
     for (int i = 0; i < 2 * STEPS; i++) st.o[0][i][0] = st.o[0][i][1] = st.o[0][i][2] = st.o[0][i][3] = 0;
-#pragma unroll
-    for (int i = 0; i < KEYS / 8; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[0][i][e] = next_s[i][e] = 0;
-    matrix_fence();
-    start_scores(s[0], query, k_stages);
-    matrix_wait();
-    pin(s[0]);
-    for (int tile = first_tile; tile < tiles; tile++) {
-        u32 even = (tile - first_tile & 1) * TILE_BYTES, odd = TILE_BYTES - even;
+    for (int tile = first_tile; tile * KEYS < source.high; tile++) {
+        int odd = (tile - first_tile & 1) * Tiles::STAGE, now = kv.stages + odd;
+        u32 next = kv.stages + Tiles::STAGE - odd;
         asm volatile("cp.async.wait_all; fence.proxy.async.shared::cta;" ::: "memory");
         __syncthreads();
-        constexpr int K_AHEAD = KF::IS_16BIT ? 2 : 3, V_AHEAD = VF::IS_16BIT ? 1 : 2;
+        constexpr bool DECODES = !KF::IS_16BIT || !VF::IS_16BIT;  // for which there are no registers beside the scores
+        float s[1][KEYS / 8][4];
+        if (DECODES && (tile + 1) * KEYS < source.high) kv.advance(p, tile, next);
+        hide(queries), hide(now);
         matrix_fence();
-        if (tile + 1 < tiles) start_scores(next_s, query, k_stages + odd);
-        k.finish(k_stages + even), v.finish(v_stages + odd);
-        k.load(p, k_at, row0, tile + K_AHEAD, k_stages + even), v.load(p, v_at, row0, tile + V_AHEAD, v_stages + odd);
-        k_at.fetch(p, table, keys, tile + K_AHEAD + 1), v_at.fetch(p, table, keys, tile + V_AHEAD + 1);
-        bool whole = tile * KEYS + KEYS <= least_limit && (p.window == 0 || tile * KEYS >= most_limit - p.window);
+        start_scores(s[0], queries, now);
+        if (!DECODES && (tile + 1) * KEYS < source.high) kv.advance(p, tile, next);
+        matrix_wait();
+        pin(s[0]);
+        hide(warp);
+        bool whole = tile * KEYS + KEYS <= limits[warp][0] && (p.window == 0 || tile * KEYS >= limits[warp][1] - p.window);
         u32 probabilities[1][KEYS / 16][4];
-        softmax(st, s, probabilities, p, tile, whole, first_limit, first_row, lane);
+        softmax(st, s, probabilities, p, tile, whole, source.block_row + warp * 16, lane);
         pin(st.o[0]);
+        hide(now);
         matrix_fence();
 #pragma unroll
         for (int i = 0; i < KEYS / 16; i++)
-            multiply_output(st.o[0], probabilities[0][i], descriptor(v_stages + even + i * 16 * 128, KEYS * 128));
+            multiply_output(st.o[0], probabilities[0][i], descriptor(now + TILE_BYTES + i * 16 * 128, KEYS * 128));
         matrix_commit();
         matrix_wait();
-        pin(st.o[0]), pin(next_s);
-#pragma unroll
-        for (int i = 0; i < KEYS / 8; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) s[0][i][e] = next_s[i][e];
+        pin(st.o[0]);
     }
-    write_out(st, p, head, first_row, token0, rows, lane >> 2, lane & 3);
+    write_out(st, p, blockIdx.y, source.block_row + warp * 16, source.token0, source.rows, lane >> 2, lane & 3);
 }
