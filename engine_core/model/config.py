@@ -15,6 +15,7 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+MAX_LAYERS = 4096  # no model is near it; what is kept per layer stays small whatever a file says
 # Keys that say nothing of the forward pass. Anything else that is set and not read below is refused.
 _HARMLESS = (
     "_name_or_path architectures attention_dropout auto_map bos_token_id chunk_size_feed_forward dtype "
@@ -133,7 +134,7 @@ def _from_hf(config: Mapping[str, Any], architecture: str, extra_eos: tuple[int,
         vocab_size=int(config["vocab_size"]),
         hidden_size=int(config["hidden_size"]),
         intermediate_size=int(config["intermediate_size"]),
-        num_layers=int(config["num_hidden_layers"]),
+        num_layers=_layer_count("num_hidden_layers", config["num_hidden_layers"]),
         num_heads=heads,
         num_kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
@@ -174,7 +175,7 @@ def _rope_from_hf(config: Mapping[str, Any], max_position: int) -> RopeConfig:
 
 
 def _windows(config: Mapping[str, Any], architecture: str) -> tuple[int, ...]:
-    layers = int(config["num_hidden_layers"])
+    layers = _layer_count("num_hidden_layers", config["num_hidden_layers"])
     window = int(config.get("sliding_window") or 0)
     if architecture == "llama":
         if window:
@@ -216,7 +217,7 @@ def _from_gguf(file: GGUFFile, architecture: str, keys: dict[str, Any]) -> Model
     """Build the config, taking out of `keys` what is understood."""
     hidden, heads = keys.pop("embedding_length"), keys.pop("attention.head_count")
     kv_heads = keys.pop("attention.head_count_kv", heads)
-    layers, context = keys.pop("block_count"), keys.pop("context_length")
+    layers, context = _layer_count("block_count", keys.pop("block_count")), keys.pop("context_length")
     for name, value in (("attention.head_count", heads), ("attention.head_count_kv", kv_heads)):
         if not isinstance(value, int):
             raise _not_understood(f"{architecture}.{name}", value, "layers that differ")
@@ -281,9 +282,16 @@ def _generation_eos(folder: Path) -> tuple[int, ...]:
 
 
 def _id_list(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if bad := [item for item in ids if not isinstance(item, int) or item < 0]:
+        raise StartupError(f"model config: the EOS id {bad[0]!r} is not a token id")
+    return tuple(ids)
+
+
+def _layer_count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or not 0 < value <= MAX_LAYERS:
+        raise _not_understood(name, value, f"1 to {MAX_LAYERS} layers")
+    return value
 
 
 def _unique(ids: tuple[int, ...]) -> tuple[int, ...]:

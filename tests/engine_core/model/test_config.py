@@ -75,6 +75,20 @@ def test_yarn_extends_the_context() -> None:
     assert from_hf(BASE | {"rope_scaling": rope}).max_context == 8192
 
 
+@pytest.mark.parametrize("count", [0, 10**12, "many"])
+def test_layer_counts_that_are_none(count: Any) -> None:
+    with pytest.raises(StartupError, match="num_hidden_layers"):
+        from_hf(BASE | {"num_hidden_layers": count})
+
+
+@pytest.mark.parametrize("bad", ["two", -1, [2, None]])
+def test_eos_ids_that_are_none(tmp_path: Path, bad: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": bad}))
+    with pytest.raises(StartupError, match="not a token id"):
+        load_model_config(tmp_path)
+
+
 def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE | {"eos_token_id": 5}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 9]}))
@@ -128,6 +142,9 @@ def test_gguf_file_skips_long_arrays(tmp_path: Path) -> None:
         ("llama", {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, "longrope"),
         ("llama", {"rope.dimension_count": 2}, "rope.dimension_count"),
         ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("llama", {"block_count": 2**32 - 1}, "block_count"),
+        ("llama", {"block_count": 0}, "block_count"),
+        ("llama", {"block_count": "many"}, "block_count"),
     ],
 )
 def test_gguf_refusals(tmp_path: Path, arch: str, keys: dict[str, Any], named: str) -> None:
