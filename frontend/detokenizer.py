@@ -2,6 +2,7 @@
 
 import logging
 from array import array
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from frontend.incremental import TextStream
@@ -53,8 +54,10 @@ class DetokenizerService:
     for others is late, and only counted.
     """
 
-    def __init__(self, model: TextModel) -> None:
+    def __init__(self, model: TextModel, eos_token_ids: Iterable[int]) -> None:
+        """`eos_token_ids`: what ends an answer without being named as its stop_reason."""
         self._model = model
+        self._eos = frozenset(eos_token_ids)
         self._answers: dict[int, _Answer] = {}
         self.unknown_rows = 0
 
@@ -117,7 +120,7 @@ class DetokenizerService:
             answer.tokens += 1
             if finish is not Finish.STOP:
                 text = stream.push(token)
-            elif token not in self._model.eos_token_ids:
+            elif token not in self._eos:
                 stop_reason = token
         if finish:
             text += stream.close()

@@ -155,7 +155,7 @@ class DetokenizerProcess(Service):
     def run(self) -> int:
         """Load the model's vocabulary and serve."""
         welcome = self.welcome()
-        self._service = DetokenizerService(load_text_model(welcome.model.path))
+        self._service = DetokenizerService(load_text_model(welcome.model.path), welcome.model.eos_token_ids)
         return self.serve(welcome)
 
     def frontend_gone(self, peer: Peer) -> None:

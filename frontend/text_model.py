@@ -25,7 +25,6 @@ class TextModel:
     token_bytes: Sequence[bytes]  # by id: what the token adds to a text, exactly; a special token's literal text
     special_ids: frozenset[int]
     bos_token_id: int | None = None
-    eos_token_ids: frozenset[int] = frozenset()  # any of them ends an answer
     prefix_ids: Sequence[int] = ()  # what add_special_tokens puts in front, mostly BOS or nothing
     suffix_ids: Sequence[int] = ()
     strips_leading_space: bool = False  # SentencePiece: the space before a text's first word is not part of it

@@ -48,7 +48,6 @@ def _load_folder(folder: Path) -> TextModel:
         token_bytes=token_bytes,
         special_ids=frozenset(i for i, token in added.items() if token.special),
         bos_token_id=bos,
-        eos_token_ids=_eos_ids(folder, tokenizer, template_tokens, len(token_bytes)),
         prefix_ids=prefix,
         suffix_ids=suffix,
         strips_leading_space=strips_leading_space,
@@ -114,18 +113,6 @@ def _template_tokens(config: dict[str, Any]) -> dict[str, str]:
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
-
-
-def _eos_ids(folder: Path, tokenizer: Tokenizer, template_tokens: dict[str, str], vocab_size: int) -> frozenset[int]:
-    """Return the tokenizer's EOS and those that generation_config.json (else config.json) names."""
-    config = _read_json(folder / "config.json") | _read_json(folder / "generation_config.json")
-    named = config.get("eos_token_id")
-    ids = set(named if isinstance(named, list) else [named])
-    ids.add(tokenizer.token_to_id(template_tokens["eos_token"]) if "eos_token" in template_tokens else None)
-    ids.discard(None)
-    if bad := [token for token in ids if not isinstance(token, int) or token < 0]:
-        raise StartupError(f"{folder}: eos_token_id {bad[0]!r} is not a token id")
-    return frozenset(ids)
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

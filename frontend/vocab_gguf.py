@@ -73,9 +73,7 @@ def load_gguf(path: Path) -> TextModel:
         tokenizer.add_tokens([AddedToken(text, normalized=False) for text in _of(tokens, types, (USER_DEFINED,))])
     except Exception as error:  # tokenizers raises bare Exception for a vocabulary that contradicts itself
         raise StartupError(f"{path}: can't load the tokenizer: {error}") from error
-    ids = {
-        name: _token_id(path, keys, name, len(tokens)) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
-    }
+    ids = {name: _token_id(path, keys, name, len(tokens)) for name in ("bos", "eos", "unknown", "padding")}
     bos, eos = ids["bos"], ids["eos"]
     template_names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     templates = {
@@ -88,7 +86,6 @@ def load_gguf(path: Path) -> TextModel:
         token_bytes=token_bytes,
         special_ids=frozenset(i for i, kind in enumerate(types) if kind in (UNKNOWN, CONTROL)),
         bos_token_id=bos,
-        eos_token_ids=frozenset(token for name in ("eos", "eot", "eom") if (token := ids[name]) is not None),
         prefix_ids=[bos] if bos is not None and keys.get("add_bos_token", adds_bos) else [],
         suffix_ids=[eos] if eos is not None and keys.get("add_eos_token", False) else [],
         strips_leading_space=keys["model"] == "llama" and keys.get("add_space_prefix", True),

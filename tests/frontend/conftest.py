@@ -124,7 +124,7 @@ def sentencepiece(sentencepiece_metadata: Metadata, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def model_folder(tmp_path: Path, byte_level_metadata: Metadata) -> Path:
-    """A folder in the manner of Llama 3: byte-level, BOS from the post-processor, a list of EOS ids."""
+    """A folder in the manner of Llama 3: byte-level, BOS from the post-processor."""
     merges = [tuple(merge.split(" ")) for merge in byte_level_metadata["tokenizer.ggml.merges"]]
     tokens = byte_level_metadata["tokenizer.ggml.tokens"][:-2]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -135,7 +135,6 @@ def model_folder(tmp_path: Path, byte_level_metadata: Metadata) -> Path:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|im_end|>", "chat_template": CHATML}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     return tmp_path
 
 

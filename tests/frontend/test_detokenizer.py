@@ -36,13 +36,12 @@ def model() -> TextModel:
         tokenizer=Tokenizer(models.BPE()),
         token_bytes=[bytes([byte]) for byte in range(256)] + [b"</s>", b"<eot>"],
         special_ids=frozenset({EOS, EOT}),
-        eos_token_ids=frozenset({EOS, EOT}),
     )
 
 
 @pytest.fixture
 def service(model: TextModel) -> DetokenizerService:
-    return DetokenizerService(model)
+    return DetokenizerService(model, [EOS, EOT])
 
 
 def start(

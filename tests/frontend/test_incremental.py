@@ -22,7 +22,6 @@ def vocabulary(strips_leading_space: bool) -> TextModel:
         token_bytes=token_bytes,
         special_ids=frozenset({BOS, EOS}),
         bos_token_id=BOS,
-        eos_token_ids=frozenset({EOS}),
         strips_leading_space=strips_leading_space,
     )
 

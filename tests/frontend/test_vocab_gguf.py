@@ -93,7 +93,6 @@ def test_token_kinds(byte_level: TextModel) -> None:
     assert byte_level.special_ids == {0, 1, 2}
     assert byte_level.encode("a<tool_call>    b")[1:3] == [user_defined, user_defined + 1]
     assert byte_level.token_bytes[user_defined + 1] == b"    "
-    assert byte_level.eos_token_ids == {0, 2}
     assert (byte_level.bos_token_id, byte_level.prefix_ids) == (1, [])
 
 
@@ -128,14 +127,6 @@ def test_llama3_adds_bos_unless_the_file_says_no(load_gguf: Any, byte_level_meta
 def test_qwen2_normalises_as_its_tokenizer_did(load_gguf: Any, byte_level_metadata: dict[str, Any]) -> None:
     model = load_gguf(byte_level_metadata | {"tokenizer.ggml.pre": "qwen2"})
     assert model.encode("de\u0301ja\u0300") == model.encode("déjà")
-
-
-def test_eos_comes_from_the_file_alone(load_gguf: Any, byte_level_metadata: dict[str, Any]) -> None:
-    model = load_gguf(
-        byte_level_metadata
-        | {f"tokenizer.ggml.{name}_token_id": i for name, i in (("eos", 106), ("eot", 107), ("eom", 5))}
-    )
-    assert model.eos_token_ids == {106, 107, 5}
 
 
 @pytest.mark.parametrize(
