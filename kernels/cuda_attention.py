@@ -13,6 +13,7 @@ from kernels.compiler import KernelError, Variant
 from kernels.cuda_layout import (
     HOPPER_HEAD_DIMS,
     HOPPER_PREFILL,
+    HOPPER_WARPS,
     TILE,
     KVLayout,
     Places,
@@ -212,14 +213,15 @@ class PrefillAttention:
         self._scale = (head_dim**-0.5 if scale is None else scale) * math.log2(math.e)
         index = _index(device)
         self._multiprocessors: int = torch.cuda.get_device_properties(index).multi_processor_count
-        files = ["prefill_attention.cu"]
+        file = "prefill_attention.cu"
+        choices: tuple[int, ...] = (4,)
         if device_target(index) == "sm_90" and head_dim in HOPPER_HEAD_DIMS and not portable:
-            files.append(HOPPER_PREFILL)
-        self._kernels = []  # with their rows, fewest rows first
-        for file in files:
-            _, rows, threads, shared_bytes = prefill_tile(file, head_dim)
-            unit = variant(file, k_format, v_format, head_dim, dtype)
-            self._kernels.append((rows, kernel(unit, "6P7q5if", threads, index, shared_bytes)))
+            file, choices = HOPPER_PREFILL, HOPPER_WARPS
+        self._kernels = []  # with their query rows, fewest first
+        for warps in choices:
+            _, rows, shared_bytes = prefill_tile(file, head_dim, warps)
+            unit = variant(file, k_format, v_format, head_dim, dtype, warps=warps)
+            self._kernels.append((rows, kernel(unit, "6P7q5if", 32 * warps, index, shared_bytes)))
 
     def __call__(
         self,

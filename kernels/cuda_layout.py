@@ -69,20 +69,23 @@ def plain_layout(
 
 HOPPER_PREFILL = "prefill_attention_sm90.cu"
 HOPPER_HEAD_DIMS = (64, 128)
+HOPPER_WARPS = (8, 16)
 
 
-def prefill_tile(file: str, head_dim: int) -> tuple[int, int, int, int]:
-    """Of a prefill kernel: keys of a tile, query rows and threads of a block, most bytes of shared memory."""
+def prefill_tile(file: str, head_dim: int, warps: int) -> tuple[int, int, int]:
+    """Of a prefill kernel: keys of a tile, query rows of a block, most bytes of shared memory."""
     hopper = file == HOPPER_PREFILL
-    # Two blocks fit in the shared memory of compute capability 8.0, one in that of 8.6.
-    keys, rows, threads = (64, 256, 512) if hopper else (16, 64, 128) if head_dim > 128 else (32, 128, 128)
+    # Without Hopper's: two blocks fit in the shared memory of compute capability 8.0, one in that of 8.6.
+    keys, rows = (64, 16 * warps) if hopper else (16, 64) if head_dim > 128 else (32, 128)
+    raw = -(-keys * head_dim // 16 // (32 * warps)) * 32 * warps * 16
     pitch = head_dim * 2 + (0 if hopper else 16)
-    raw = -(-keys * head_dim // 16 // threads) * threads * 16
-    return keys, rows, threads, (4 * keys + rows) * pitch + 2 * raw + (1024 if hopper else 0)
+    return keys, rows, (4 * keys + rows) * pitch + 2 * raw + (1024 if hopper else 0)
 
 
-def variant(file: str, k_format: str, v_format: str, head_dim: int, dtype: torch.dtype, row_tiles: int = 0) -> Variant:
-    """The translation unit of an attention or write kernel; `row_tiles` is for decode attention."""
+def variant(
+    file: str, k_format: str, v_format: str, head_dim: int, dtype: torch.dtype, row_tiles: int = 0, warps: int = 4
+) -> Variant:
+    """The translation unit of an attention or write kernel; `row_tiles` is for decode, `warps` for prefill."""
     for name in (k_format, v_format):
         if _SIXTEEN_BIT.get(name, dtype) != dtype:
             raise KernelError(f"KV format {name} with compute dtype {dtype}")
@@ -93,7 +96,9 @@ def variant(file: str, k_format: str, v_format: str, head_dim: int, dtype: torch
         "QUERY_BF16": int(dtype == torch.bfloat16),
     }
     if file.startswith("prefill"):
-        macros["KEYS"] = prefill_tile(file, head_dim)[0]
+        macros["KEYS"] = prefill_tile(file, head_dim, warps)[0]
+    if file == HOPPER_PREFILL:
+        macros["WARPS"] = warps
     if row_tiles:
         macros["ROW_TILES"] = row_tiles
     return Variant(file, tuple(macros.items()), "sm_90a" if file == HOPPER_PREFILL else None)
@@ -108,7 +113,7 @@ def all_variants() -> list[Variant]:
         for (k, v), head_dim in itertools.product(pairs, HEAD_DIMS):
             found += [variant(file, k, v, head_dim, dtype) for file in ("write_kv.cu", "prefill_attention.cu")]
             if head_dim in HOPPER_HEAD_DIMS:
-                found.append(variant(HOPPER_PREFILL, k, v, head_dim, dtype))
+                found += [variant(HOPPER_PREFILL, k, v, head_dim, dtype, warps=w) for w in HOPPER_WARPS]
             tiles = (1,) if head_dim > 128 else (1, 2)
             found += [variant("decode_attention.cu", k, v, head_dim, dtype, t) for t in tiles]
     return found

@@ -14,8 +14,8 @@ def describe() -> dict[str, Any]:
     root = Path(__file__).resolve().parent.parent
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
     found: dict[str, Any] = {
-        "commit": os.environ.get("PAGETIDE_COMMIT") or git.stdout.strip() or "unknown",
-        "command": " ".join(["python", *(os.path.relpath(a, root) if os.path.isabs(a) else a for a in sys.argv)]),
+        "commit": os.environ.get("PAGETIDE_COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
+        "command": " ".join(["python", f"tools/{Path(sys.argv[0]).name}", *(Path(a).name for a in sys.argv[1:])]),
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": torch.__version__,
     }

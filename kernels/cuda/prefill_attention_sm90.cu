@@ -1,11 +1,10 @@
 // Prefill attention with Hopper's warpgroup matrix instructions. See prefill_attention.cu for what is computed.
 //
-// Four warpgroups of 64 query rows each: while some are in their softmax, others keep the tensor cores busy. Tiles stand
+// Warpgroups of 64 query rows each: while some are in their softmax, others keep the tensor cores busy. Tiles stand
 // in rows of 128 bytes (64 elements), with the hardware's 128-byte swizzle: a long head takes several such columns, one
 // after the other.
 //
-// Macros: HEAD_DIM (64 or 128); K_FORMAT, V_FORMAT; QUERY_BF16; KEYS (64). For sm_90a only.
-constexpr int WARPS = 16;
+// Macros: HEAD_DIM (64 or 128); K_FORMAT, V_FORMAT; QUERY_BF16; KEYS (64); WARPS (8 or 16). For sm_90a only.
 constexpr int ROW_TILES = 1;
 constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2, QUERY_BYTES = WARPS * 16 * HEAD_DIM * 2;
 #include "prefill.cuh"

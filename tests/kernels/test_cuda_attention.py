@@ -216,8 +216,8 @@ def test_software_fp8_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         hardware = run_decode(case), run_prefill(case)
         original = cuda_attention.variant
 
-        def forced(*arguments: object) -> cuda_attention.Variant:
-            unit = original(*arguments)  # type: ignore[arg-type]  # noqa: B023
+        def forced(*arguments: object, **options: object) -> cuda_attention.Variant:
+            unit = original(*arguments, **options)  # type: ignore[arg-type]  # noqa: B023
             return replace(unit, macros=(*unit.macros, ("SOFTWARE_FP8", 1)))
 
         with monkeypatch.context() as patch:
