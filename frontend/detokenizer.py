@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from frontend.incremental import TextStream
+from frontend.incremental import TextStream, text_offsets
 from frontend.text_model import TextModel
 from protocol.errors import ErrorCode
 from protocol.messages import (
@@ -15,6 +15,7 @@ from protocol.messages import (
     Started,
     StepOutput,
     TextDelta,
+    TextParams,
     TokenLogprobs,
     TokenText,
     TopLogprobs,
@@ -36,11 +37,12 @@ class Outgoing(NamedTuple):
 class _Answer:
     """A running request."""
 
-    __slots__ = ("cached_tokens", "frontend", "prompt", "text", "tokens")
+    __slots__ = ("cached_tokens", "frontend", "params", "prompt", "text", "tokens")
 
     def __init__(self, model: TextModel, started: Started) -> None:
         prompt = unpack_i32(started.prompt)
         self.frontend = started.frontend
+        self.params = started.text
         self.text = TextStream(model, started.text, prompt)
         self.tokens = 0  # generated, but not yet in a delta
         self.cached_tokens = started.cached_tokens
@@ -113,7 +115,7 @@ class DetokenizerService:
     def _row(self, request_id: int, answer: _Answer, token: int, code: int, extra: RowExtra | None) -> TextDelta | None:
         """Return the row's delta, or None while there is nothing to tell but a count, which the next one takes."""
         stream = answer.text
-        text = ""
+        text, offset = "", stream.length
         finish = _FINISHES[code]
         stop_reason: int | str | None = None
         if token >= 0:
@@ -132,18 +134,19 @@ class DetokenizerService:
                 return None
             tokens, answer.tokens = answer.tokens, 0
             return TextDelta(request_id, text, tokens, finish, stop_reason)
-        return self._full_delta(request_id, answer, text, finish, stop_reason, extra)
+        return self._full_delta(request_id, answer, offset, text, finish, stop_reason, extra)
 
     def _full_delta(
         self,
         request_id: int,
         answer: _Answer,
+        offset: int,
         text: str,
         finish: Finish,
         stop_reason: int | str | None,
         extra: RowExtra | None,
     ) -> TextDelta:
-        """Return a first delta, or one with logprobs or an error."""
+        """Return a first delta, or one with logprobs or an error; `offset` is where the row's token starts."""
         prompt, answer.prompt = answer.prompt, None
         tokens, answer.tokens = answer.tokens, 0
         extra = extra or RowExtra(row=0)
@@ -153,28 +156,32 @@ class DetokenizerService:
             tokens=tokens,
             finish=finish,
             stop_reason=stop_reason,
-            logprobs=[self._logprobs(extra.logprobs)] if extra.logprobs else [],
-            prompt_logprobs=self._prompt_logprobs(extra.prompt_logprobs or [], prompt or array("i")),
+            logprobs=[self._logprobs(extra.logprobs, offset)] if extra.logprobs else [],
+            prompt_logprobs=self._prompt_logprobs(extra.prompt_logprobs or [], prompt or array("i"), answer.params),
             cached_tokens=0 if prompt is None else answer.cached_tokens,
             error_code=extra.error_code,
             error=extra.error,
         )
 
-    def _prompt_logprobs(self, entries: list[TopLogprobs | None], prompt: "array[int]") -> list[TokenLogprobs]:
+    def _prompt_logprobs(
+        self, entries: list[TopLogprobs | None], prompt: "array[int]", params: TextParams
+    ) -> list[TokenLogprobs]:
         """Convert; an entry of None (the first token's) is named by the prompt, where all of it is known."""
         known = prompt if len(prompt) == len(entries) else [-1] * len(entries)
+        offsets = text_offsets(self._model, known, params) if params.echo else [0] * len(entries)
         return [
-            self._logprobs(entry) if entry else TokenLogprobs(self._token_text(token, float("nan")), [])
-            for entry, token in zip(entries, known, strict=True)
+            self._logprobs(entry, offset) if entry else TokenLogprobs(self._token_text(token, float("nan"), offset), [])
+            for entry, token, offset in zip(entries, known, offsets, strict=True)
         ]
 
-    def _logprobs(self, entry: TopLogprobs) -> TokenLogprobs:
+    def _logprobs(self, entry: TopLogprobs, offset: int) -> TokenLogprobs:
+        chosen = self._token_text(entry.token, entry.logprob, offset)
         top = zip(unpack_i32(entry.top_ids), entry.top_logprobs, strict=True)
-        return TokenLogprobs(self._token_text(entry.token, entry.logprob), [self._token_text(*pair) for pair in top])
+        return TokenLogprobs(chosen, [self._token_text(*pair) for pair in top])
 
-    def _token_text(self, token: int, logprob: float) -> TokenText:
+    def _token_text(self, token: int, logprob: float, offset: int = 0) -> TokenText:
         is_known = 0 <= token < self._model.vocab_size
-        return TokenText(token, self._model.token_bytes[token] if is_known else b"", logprob)
+        return TokenText(token, self._model.token_bytes[token] if is_known else b"", logprob, offset)
 
     def _fail(self, request_id: int, frontend: str, tokens: int, outgoing: Outgoing) -> None:
         _log.exception("request %d can't be decoded", request_id)

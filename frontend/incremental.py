@@ -79,7 +79,17 @@ def _borders(pattern: str) -> list[int]:
 class TextStream:
     """The text of one answer, token by token."""
 
-    __slots__ = ("_bytes", "_pending", "_primed", "_skip_special", "_special", "_starts_text", "_stops", "echo")
+    __slots__ = (
+        "_bytes",
+        "_pending",
+        "_primed",
+        "_skip_special",
+        "_special",
+        "_starts_text",
+        "_stops",
+        "echo",
+        "length",
+    )
 
     def __init__(self, model: TextModel, params: TextParams = _NO_STOP, prompt: Sequence[int] = ()) -> None:
         """`prompt`: all its tokens for an echo, else at least the last four.
@@ -94,9 +104,11 @@ class TextStream:
         self._pending = b""  # the bytes of a character that is not complete
         self._primed = False  # the pending bytes are all the prompt's
         self._starts_text = model.strips_leading_space
+        self.length = 0  # characters of the tokens so far, with those that are held back
         self.echo = ""
         if params.echo:
             self.echo = "".join(map(self._decode, prompt))
+            self.length = len(self.echo)
         elif prompt:
             self._starts_text &= prompt[-1] in self._special
             self._pending = self._incomplete_tail(prompt)
@@ -110,6 +122,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """Return the text that this token makes certain; an id without text gives none."""
         text = self._decode(token)
+        self.length += len(text)
         return self._stops.push(text) if self._stops else text
 
     def close(self) -> str:
@@ -152,3 +165,13 @@ def decode(model: TextModel, ids: Iterable[int], skip_special_tokens: bool = Fal
     """Return the text of a whole token sequence."""
     stream = TextStream(model, TextParams(skip_special_tokens=skip_special_tokens))
     return "".join(map(stream.push, ids)) + stream.close()
+
+
+def text_offsets(model: TextModel, ids: Iterable[int], params: TextParams) -> list[int]:
+    """Return where each token's text starts in the text of them all, in characters; see `TextStream.length`."""
+    stream = TextStream(model, TextParams(skip_special_tokens=params.skip_special_tokens))
+    offsets = []
+    for token in ids:
+        offsets.append(stream.length)
+        stream.push(token)
+    return offsets

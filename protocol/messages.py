@@ -334,6 +334,7 @@ class TokenText(Part, frozen=True):
     token: int
     bytes: bytes
     logprob: float
+    offset: int = 0  # of a chosen token: how many characters its prompt's (if echoed) and answer's text has before it
 
 
 class TokenLogprobs(Part, frozen=True):

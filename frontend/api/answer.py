@@ -3,7 +3,6 @@
 A stream's events differ in little but the text, so all else is encoded once per stream.
 """
 
-import codecs
 from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
@@ -38,8 +37,6 @@ class Choice:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.is_begun = False
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
 
     def count(self, delta: TextDelta) -> None:
         """Take in what usage needs."""
@@ -53,12 +50,6 @@ class Choice:
         self.texts.append(delta.text)
         self.logprobs += delta.logprobs
         self.prompt_logprobs += delta.prompt_logprobs
-
-    def text_offset(self, token: bytes) -> int:
-        """Where the token's text starts in the answer, in characters; call it once per token, in order."""
-        offset = self._offset
-        self._offset += len(self._decoder.decode(token))
-        return offset
 
 
 def usage(prompt_tokens: int, choices: Sequence[Choice], n: int) -> Json:
@@ -109,7 +100,7 @@ class Shape:
             choice.is_begun = True
             body = self.first_event(choice)
         if delta.logprobs or (delta.prompt_logprobs and self._is_echo):
-            logprobs = encode(self._logprobs(choice, delta.prompt_logprobs, delta.logprobs))
+            logprobs = encode(self._logprobs(delta.prompt_logprobs, delta.logprobs))
             middle = self.text_end + b',"logprobs":' + logprobs + b',"finish_reason":null}'
             body += self._texts[choice.index] + encode(delta.text) + middle + self._end
         elif delta.text:
@@ -138,7 +129,7 @@ class Shape:
         answer = {
             "index": choice.index,
             **self._text("".join(choice.texts)),
-            "logprobs": self._logprobs(choice, choice.prompt_logprobs, choice.logprobs) if has_logprobs else None,
+            "logprobs": self._logprobs(choice.prompt_logprobs, choice.logprobs) if has_logprobs else None,
             "finish_reason": FINISH_REASONS[choice.finish],
             "stop_reason": choice.stop_reason,
         }
@@ -149,7 +140,7 @@ class Shape:
     def _text(self, text: str) -> Json:
         return {"text": text}
 
-    def _logprobs(self, choice: Choice, prompt: Sequence[TokenLogprobs], answer: Sequence[TokenLogprobs]) -> Json:
+    def _logprobs(self, prompt: Sequence[TokenLogprobs], answer: Sequence[TokenLogprobs]) -> Json:
         prompt = prompt if self._is_echo else []
         entries = [*prompt, *answer]
         names = [_name(entry.chosen) for entry in entries]
@@ -160,7 +151,7 @@ class Shape:
         ]
         if prompt:  # nothing comes before the first token
             logprobs[0] = tops[0] = None
-        offsets = [choice.text_offset(entry.chosen.bytes) for entry in entries]
+        offsets = [entry.chosen.offset for entry in entries]
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -181,7 +172,7 @@ class ChatShape(Shape):
     def _text(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text}}
 
-    def _logprobs(self, choice: Choice, prompt: Sequence[TokenLogprobs], answer: Sequence[TokenLogprobs]) -> Json:
+    def _logprobs(self, prompt: Sequence[TokenLogprobs], answer: Sequence[TokenLogprobs]) -> Json:
         entries = [
             _token(entry.chosen) | {"top_logprobs": [_token(token) for token in entry.top[: self._top]]}
             for entry in answer

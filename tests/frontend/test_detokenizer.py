@@ -181,7 +181,32 @@ def test_prompt_logprobs(service: DetokenizerService) -> None:
     first, second = delta.prompt_logprobs
     assert (first.chosen.token, first.chosen.bytes, first.top) == (65, b"A", [])
     assert math.isnan(first.chosen.logprob)
-    assert second == TokenLogprobs(TokenText(66, b"B", -0.5), [TokenText(67, b"C", -1.0)])
+    assert second == TokenLogprobs(TokenText(66, b"B", -0.5, 1), [TokenText(67, b"C", -1.0)])
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_offsets_are_those_of_the_text(service: DetokenizerService, skip_special_tokens: bool) -> None:
+    """Special tokens that the text leaves out count for nothing, bytes of one character start where it does."""
+    shown = 0 if skip_special_tokens else len("</s>")
+    params = TextParams(echo=True, stop=["never"], skip_special_tokens=skip_special_tokens)
+    prompt = [EOS, *EMOJI, 65]
+    message = Started(1, "f", pack_i32(prompt), params, prompt_logprobs=0)
+    assert service.handle(message) == Outgoing({}, [])
+    extra = RowExtra(0, logprobs(EOT), [None, *map(logprobs, prompt[1:])])
+    text, chosen = "", []
+    for token in (EOT, 66, EMOJI[0], ord("n"), EOS):
+        extra = extra if token == EOT else RowExtra(0, logprobs(token))
+        finish = Finish.STOP if token == EOS else Finish.NONE
+        [delta] = service.handle(step((1, token, finish), extras=[extra])).deltas["f"]
+        text += delta.text
+        chosen += [entry.chosen for entry in (*delta.prompt_logprobs, *delta.logprobs)]
+    assert text == ("🌶AB\ufffdn" if skip_special_tokens else "</s>🌶A<eot>B\ufffdn")
+    after = shown + 2 + (0 if skip_special_tokens else len("<eot>"))
+    expected = [0, *[shown] * 4, shown + 1, shown + 2, after, after + 1, after + 1, after + 3]
+    assert [token.offset for token in chosen] == expected
+    for token in chosen:
+        if token.token < 128:
+            assert text[token.offset :].lstrip("\ufffd").startswith(chr(token.token))
 
 
 def test_prompt_logprobs_without_the_whole_prompt(service: DetokenizerService) -> None:

@@ -36,12 +36,14 @@ def delta(text: str, tokens: int = 1, finish: Finish = Finish.NONE, **more: Any)
     return TextDelta(0, text, tokens, finish, **more)
 
 
-def token(text: bytes, logprob: float, number: int = 7) -> TokenText:
-    return TokenText(number, text, logprob)
+def token(text: bytes, logprob: float, number: int = 7, offset: int = 0) -> TokenText:
+    return TokenText(number, text, logprob, offset)
 
 
-def logprobs(chosen: bytes, logprob: float, *top: tuple[bytes, float]) -> TokenLogprobs:
-    return TokenLogprobs(token(chosen, logprob), [token(text, value, i) for i, (text, value) in enumerate(top)])
+def logprobs(chosen: bytes, logprob: float, *top: tuple[bytes, float], offset: int = 0) -> TokenLogprobs:
+    return TokenLogprobs(
+        token(chosen, logprob, offset=offset), [token(text, value, i) for i, (text, value) in enumerate(top)]
+    )
 
 
 HELLO: list[Step] = [delta("Hel", cached_tokens=4), delta("lo"), delta(" wörld", 2), delta("", 1, Finish.STOP)]

@@ -103,8 +103,11 @@ def test_logprobs_without_alternatives() -> None:
 
 
 def test_completion_logprobs_with_echo() -> None:
-    prompt = [logprobs(b"Once", float("nan")), logprobs(b" up", -2.0, (b" up", -2.0), (b" in", -3.0))]
-    answer = [logprobs(EMOJI[:2], -1.0, (b"x", -0.1)), logprobs(EMOJI[2:], -1.5, (b"y", float("-inf")))]
+    prompt = [logprobs(b"Once", float("nan")), logprobs(b" up", -2.0, (b" up", -2.0), (b" in", -3.0), offset=4)]
+    answer = [
+        logprobs(EMOJI[:2], -1.0, (b"x", -0.1), offset=7),
+        logprobs(EMOJI[2:], -1.5, (b"y", float("-inf")), offset=7),
+    ]
     deltas = [delta("Once up", 1, prompt_logprobs=prompt, logprobs=answer[:1])]
     deltas += [delta("🌶", 1, Finish.LENGTH, logprobs=answer[1:])]
     _, whole = both(Shape, deltas, top=2, echo=True)
