@@ -44,7 +44,15 @@ MODEL_HELP = (
     "A listed name (see `pagetide pull --list`), a GGUF file, a checkpoint folder, or a Hugging Face owner/repo."
 )
 _ENGINE = {"rich_help_panel": "Engine"}
-_CACHE = {"rich_help_panel": "KV cache"}
+_CACHE: dict[str, Any] = {"rich_help_panel": "KV cache"}
+_KV_CACHE_DTYPE = typer.Option(
+    help="Format of the KV cache: auto (the compute dtype), int8, fp8_e4m3, fp8_e5m2, fp8_per_token_head.", **_CACHE
+)
+_KV_16BIT_LAYERS = typer.Option(
+    metavar="auto|none|0,27,...",
+    help="Layers that keep K in 16 bits in 8-bit formats; auto: those whose key bias makes outliers.",
+    **_CACHE,
+)
 
 
 def engine_config(
@@ -63,21 +71,8 @@ def engine_config(
         int, typer.Option(help="Prompt tokens in one step at most.", **_ENGINE)
     ] = _DEFAULTS.prefill_chunk_tokens,
     threads: Annotated[int, typer.Option(help="CPU threads of the model; 0: by measurement.", **_ENGINE)] = 0,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(
-            help="Format of the KV cache: auto (the compute dtype), int8, fp8_e4m3, fp8_e5m2, fp8_per_token_head.",
-            **_CACHE,
-        ),
-    ] = "auto",
-    kv_16bit_layers: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|none|0,27,...",
-            help="Layers that keep K in 16 bits in 8-bit formats; auto: those whose key bias makes outliers.",
-            **_CACHE,
-        ),
-    ] = "auto",
+    kv_cache_dtype: Annotated[str, _KV_CACHE_DTYPE] = "auto",
+    kv_16bit_layers: Annotated[str, _KV_16BIT_LAYERS] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.", **_CACHE)] = _DEFAULTS.block_size,
     max_cache: Annotated[
         int, typer.Option(help="Longest context of one request, in tokens; 0: the model's own limit.", **_CACHE)

@@ -380,8 +380,7 @@ class PeerInfo(Part, frozen=True):
 class CoreStatus(Message, frozen=True):
     """The core's heartbeat, published several times a second; only the newest value matters.
 
-    `step_age` is the time since a step last ended or the core was last idle: with work pending, a large value means
-    that the step loop hangs.
+    `step_age` counts from the last end of a step or idle moment: with work pending, a large one means a hanging loop.
     """
 
     identity: str

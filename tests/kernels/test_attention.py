@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from kernels import reference
+from kernels import kv_ops, reference
 from kernels.attention import AttentionPlan, attention, pad_tables, plan_chunk, plan_decode
 from kernels.kv_format import BlockLayout, KVShape, block_layout, kv_codecs, resolve_kv_dtype
 from kernels.kv_ops import PagedKV
@@ -117,3 +117,15 @@ def test_a_token_is_where_the_layout_says(name: str) -> None:
                 assert torch.equal(pool[3, scale_offset + row * 2 :][:2], stored)
                 written += int(stored.count_nonzero())
         assert pool.count_nonzero() == written
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_reading_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = make_layout(KVShape(num_layers=2, num_kv_heads=2, head_dim=32, block_size=4), name, torch.bfloat16)
+    kv = PagedKV(make_pool(layout), layout)
+    fill(kv, list(range(6)), 22)
+    index = kv.read_index(torch.arange(22)[None] // 4, torch.arange(22)[None] % 4)
+    whole = kv.layers[1].read(index, torch.bfloat16)
+    monkeypatch.setattr(kv_ops, "_PIECE", 7)
+    for found, expected in zip(kv.layers[1].read(index, torch.bfloat16), whole, strict=True):
+        assert torch.equal(found, expected)
