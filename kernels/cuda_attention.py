@@ -65,11 +65,8 @@ class WriteKV:
             raise KernelError(f"cos_sin: {cos_sin.dtype} {tuple(cos_sin.shape)}; wanted float32 [positions, {width}]")
         if len(query_out) < tokens or not cos_sin.is_cuda:
             raise KernelError(f"query_out for {len(query_out)} of {tokens} tokens, cos_sin on {cos_sin.device}")
-        for name, x, size in (
-            ("bias", bias, qkv.shape[1] * width),
-            ("q_norm", q_norm, width),
-            ("k_norm", k_norm, width),
-        ):
+        extras = (("bias", bias, qkv.shape[1] * width), ("q_norm", q_norm, width), ("k_norm", k_norm, width))
+        for name, x, size in extras:
             if x is not None:
                 check_vector(name, x, size, self._dtype)
         if tokens == 0:
