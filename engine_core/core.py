@@ -127,8 +127,9 @@ class EngineCore:
         if time.monotonic() >= self._next_ping:
             self.output.server.ping()
             self._next_ping = time.monotonic() + PING_INTERVAL
-        ids, gone = self.output.receive()
-        self._abort(ids)
+        aborts, gone = self.output.receive()
+        for abort in aborts:
+            self._abort(aborted_ids(abort), abort.is_finish)
         for identity in gone:
             self._abort([r.id for r in self.scheduler.requests.values() if r.detokenizer == identity])
 
@@ -140,11 +141,12 @@ class EngineCore:
         elif request.detokenizer in self.output.server.peers:  # else the frontend has noticed, too
             self.scheduler.add(request)
 
-    def _abort(self, ids: list[int]) -> None:
+    def _abort(self, ids: list[int], is_finish: bool = False) -> None:
         for request_id in ids:
             request = self.scheduler.abort(request_id)
             if request is not None:
-                self.aborted += 1
+                self.finished += is_finish
+                self.aborted += not is_finish
                 self.output.forget(request)
 
     def _abort_all_of(self, event: FrontendGone) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import zmq
 
-from engine_core.intake import aborted_ids
 from engine_core.plan import StepResult
 from engine_core.request import Request
 from engine_core.scheduler import Outcome
@@ -37,11 +36,11 @@ class OutputChannel:
         """Take detokenizers in."""
         self.server.open_doors(welcome)
 
-    def receive(self) -> tuple[list[int], list[str]]:
-        """What has come since the last call: ids to abort, and identities of detokenizers that are gone."""
-        ids = [i for _, message in self.server.receive() for i in aborted_ids(message)]
+    def receive(self) -> tuple[list[Abort], list[str]]:
+        """What has come since the last call, and identities of detokenizers that are gone."""
+        aborts = [message for _, message in self.server.receive()]
         gone, self._gone = self._gone, []
-        return ids, gone
+        return aborts, gone
 
     def publish(self, step: int, outcomes: Iterable[Outcome], result: StepResult) -> None:
         """Send a step's outcomes, each detokenizer its own."""

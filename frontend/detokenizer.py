@@ -31,7 +31,8 @@ class Outgoing(NamedTuple):
     """What a message from the core makes the detokenizer send."""
 
     deltas: dict[str, list[TextDelta]]  # by frontend identity
-    aborts: list[int]  # requests that the core should drop, as a stop string ended them
+    aborts: list[int]  # requests that the core should drop, as they failed here
+    finished: list[int]  # the same, as a stop string ended them
 
 
 class _Answer:
@@ -69,7 +70,7 @@ class DetokenizerService:
 
     def handle(self, message: Started | StepOutput | Abort) -> Outgoing:
         """Return what to send. A request that can't be decoded ends with an error; the others are untouched."""
-        outgoing = Outgoing({}, [])
+        outgoing = Outgoing({}, [], [])
         if isinstance(message, Started):
             try:
                 self._answers[message.request_id] = _Answer(self._model, message)
@@ -110,7 +111,7 @@ class DetokenizerService:
             if delta.finish:
                 del answers[request_id]
                 if not finish:
-                    outgoing.aborts.append(request_id)
+                    outgoing.finished.append(request_id)
 
     def _row(self, request_id: int, answer: _Answer, token: int, code: int, extra: RowExtra | None) -> TextDelta | None:
         """Return the row's delta, or None while there is nothing to tell but a count, which the next one takes."""

@@ -58,11 +58,11 @@ class Service:
         self.server = Server(self._context, endpoint, from_frontends, (Role.FRONTEND,), self.frontend_gone)
         self.core = Link(self._context, core, Hello(PROTOCOL_VERSION, role, identity, os.getpid(), endpoint), from_core)
         self._identity = identity
-        self._aborts: list[int] = []  # what the core is still to be told
+        self._aborts: dict[bool, list[int]] = {False: [], True: []}  # what the core is still to be told, by is_finish
 
-    def abort(self, request_ids: Iterable[int]) -> None:
+    def abort(self, request_ids: Iterable[int], is_finish: bool = False) -> None:
         """Let the core drop requests, as soon as it takes a message."""
-        self._aborts += request_ids
+        self._aborts[is_finish] += request_ids
 
     def frontend_gone(self, peer: Peer) -> None:
         """A frontend's connection broke."""
@@ -90,8 +90,9 @@ class Service:
                 self._guard(lambda p=peer, m=message: self.from_frontend(p, m))  # type: ignore[misc]
             for message in self.core.receive():
                 self._guard(lambda m=message: self.from_core(m))  # type: ignore[misc]
-            if self._aborts and self.core.send(Abort(pack_i64(self._aborts))):
-                self._aborts.clear()
+            for is_finish, ids in self._aborts.items():
+                if ids and self.core.send(Abort(pack_i64(ids), is_finish)):
+                    ids.clear()
             if time.monotonic() >= next_ping:
                 self.server.ping()
                 next_ping = time.monotonic() + PING_INTERVAL
@@ -164,8 +165,9 @@ class DetokenizerProcess(Service):
 
     def from_core(self, message: Any) -> None:
         """A step's tokens: to each frontend its text."""
-        deltas_by_frontend, finished_early = self._service.handle(message)
-        self.abort(finished_early)
+        deltas_by_frontend, failed, finished = self._service.handle(message)
+        self.abort(failed)
+        self.abort(finished, is_finish=True)
         for frontend, deltas in deltas_by_frontend.items():
             peer = self.server.peers.get(frontend)
             if peer is None:

@@ -223,6 +223,7 @@ class Abort(Message, frozen=True):
     """Drop these requests, in whatever state; unknown ids are ignored."""
 
     request_ids: bytes  # int64
+    is_finish: bool = False  # their answers are complete: a stop string has ended them
 
 
 class Accepted(Message, frozen=True):

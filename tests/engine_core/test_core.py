@@ -271,6 +271,17 @@ def test_aborts_in_every_order(rig: Rig) -> None:
     assert status.running == status.waiting == 0
 
 
+def test_what_a_stop_string_ended_has_finished(rig: Rig) -> None:
+    rig.runner.pace = 0.05
+    for request_id in (1, 2):
+        rig.submit(request_id, [1], max_tokens=60)
+    take(rig.detokenizer, 4)
+    rig.detokenizer.send(Abort(pack_i64([1]), is_finish=True))
+    rig.detokenizer.send(Abort(pack_i64([2])))
+    counters = rig.status(lambda s: s.running == s.waiting == 0).counters
+    assert (counters["requests_finished_total"], counters["requests_aborted_total"]) == (1, 1)
+
+
 @pytest.mark.parametrize("victim", ["frontend", "detokenizer"])
 def test_a_lost_peer_takes_its_requests_along(rig: Rig, victim: str) -> None:
     rig.runner.gate.clear()

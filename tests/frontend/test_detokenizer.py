@@ -53,7 +53,7 @@ def start(
     **more: Any,
 ) -> None:
     message = Started(request_id, frontend, pack_i32([*prompt]), text or TextParams(), **more)
-    assert service.handle(message) == Outgoing({}, [])
+    assert service.handle(message) == Outgoing({}, [], [])
 
 
 def step(*rows: tuple[int, int, Finish], extras: list[RowExtra] | None = None) -> StepOutput:
@@ -75,7 +75,7 @@ def test_a_step_is_split_by_frontend(service: DetokenizerService) -> None:
         start(service, request_id, frontend)
     outgoing = service.handle(step((1, 65, Finish.NONE), (2, 66, Finish.NONE), (3, 67, Finish.LENGTH)))
     assert outgoing == Outgoing(
-        {"a": [TextDelta(1, "A", 1), TextDelta(3, "C", 1, Finish.LENGTH)], "b": [TextDelta(2, "B", 1)]}, []
+        {"a": [TextDelta(1, "A", 1), TextDelta(3, "C", 1, Finish.LENGTH)], "b": [TextDelta(2, "B", 1)]}, [], []
     )
     for deltas in outgoing.deltas.values():
         assert Decoder(TextDeltas, "test").decode(encode(TextDeltas(deltas))) == TextDeltas(deltas)
@@ -106,18 +106,19 @@ def test_the_stop_token_is_counted_but_has_no_text(
     start(service, 1, text=TextParams(skip_special_tokens=skip_special_tokens))
     service.handle(step((1, 66, Finish.NONE)))
     outgoing = service.handle(step((1, token, Finish.STOP)))
-    assert outgoing == Outgoing({"f": [TextDelta(1, "", 1, Finish.STOP, reason)]}, [])
+    assert outgoing == Outgoing({"f": [TextDelta(1, "", 1, Finish.STOP, reason)]}, [], [])
     assert len(service) == 0
 
 
 def test_a_stop_string_ends_the_request_and_aborts_it(service: DetokenizerService) -> None:
     start(service, 1, text=TextParams(stop=["xy"]))
     service.handle(step((1, ord("a"), Finish.NONE)))
-    assert service.handle(step((1, ord("x"), Finish.NONE))) == Outgoing({}, [])
+    assert service.handle(step((1, ord("x"), Finish.NONE))) == Outgoing({}, [], [])
     outgoing = service.handle(step((1, ord("y"), Finish.NONE)))
-    assert outgoing == Outgoing({"f": [TextDelta(1, "", 2, Finish.STOP, "xy")]}, [1])
+    assert outgoing == Outgoing({"f": [TextDelta(1, "", 2, Finish.STOP, "xy")]}, [], [1])
     assert len(service) == 0
-    assert service.handle(step((1, ord("z"), Finish.NONE))) == Outgoing({}, [])  # late, before the core saw the abort
+    late = step((1, ord("z"), Finish.NONE))  # before the core saw the abort
+    assert service.handle(late) == Outgoing({}, [], [])
     assert service.unknown_rows == 1
 
 
@@ -125,7 +126,7 @@ def test_a_stop_string_with_the_last_token_needs_no_abort(service: DetokenizerSe
     start(service, 1, text=TextParams(stop=["b"]))
     assert run(service, 1, b"ab") == [TextDelta(1, "a", 1), TextDelta(1, "", 1, Finish.STOP, "b")]
     start(service, 2, text=TextParams(stop=["b"]))
-    assert service.handle(step((2, ord("b"), Finish.LENGTH))).aborts == []
+    assert service.handle(step((2, ord("b"), Finish.LENGTH))).finished == []
 
 
 @pytest.mark.parametrize("last", [Finish.LENGTH, Finish.ERROR])
@@ -191,7 +192,7 @@ def test_offsets_are_those_of_the_text(service: DetokenizerService, skip_special
     params = TextParams(echo=True, stop=["never"], skip_special_tokens=skip_special_tokens)
     prompt = [EOS, *EMOJI, 65]
     message = Started(1, "f", pack_i32(prompt), params, prompt_logprobs=0)
-    assert service.handle(message) == Outgoing({}, [])
+    assert service.handle(message) == Outgoing({}, [], [])
     extra = RowExtra(0, logprobs(EOT), [None, *map(logprobs, prompt[1:])])
     text, chosen = "", []
     for token in (EOT, 66, EMOJI[0], ord("n"), EOS):
@@ -229,7 +230,7 @@ def test_a_frontend_that_is_gone_leaves_nothing(service: DetokenizerService) -> 
 def test_what_the_core_drops_leaves_nothing(service: DetokenizerService) -> None:
     start(service, 1)
     start(service, 2)
-    assert service.handle(Abort(pack_i64([1, 99]))) == Outgoing({}, [])
+    assert service.handle(Abort(pack_i64([1, 99]))) == Outgoing({}, [], [])
     assert len(service) == 1
 
 

@@ -61,7 +61,7 @@ def readable() -> Iterator[int]:
 
 def played(kind: type[Service], readable: int) -> Any:
     process = kind.__new__(kind)
-    process.stopping, process._identity, process._aborts = False, "me", []
+    process.stopping, process._identity, process._aborts = False, "me", {False: [], True: []}
     process.core, process.server = PlayedConnection(readable), PlayedConnection(readable)
     return process
 
@@ -99,3 +99,18 @@ def test_frontends_that_never_pause_leave_the_core_its_turn(readable: int) -> No
 
     process.core.receive = stop
     assert process.serve(WELCOME) == 0
+
+
+def test_finished_and_failed_requests_are_told_apart(readable: int) -> None:
+    process = played(DetokenizerProcess, readable)
+    process._service = SimpleNamespace(handle=lambda message: ({}, [1], [2, 3]))
+    process.core.inbox = [["a step"]]
+    real = process.core.receive
+
+    def receive_and_stop() -> Iterator[Any]:
+        yield from real()
+        process.stopping = True
+
+    process.core.receive = receive_and_stop
+    assert process.serve(WELCOME) == 0
+    assert process.core.sent == [Abort(pack_i64([1])), Abort(pack_i64([2, 3]), is_finish=True)]
