@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_core.plan import StepPlan, StepResult
+from engine_core.prefix_index import PrefixIndex
 from engine_core.request import Request, State
 from engine_core.scheduler import Capacity, Outcome, Scheduler
 from protocol.errors import ErrorCode, PagetideError
+from protocol.limits import check_sampling
 from protocol.messages import Finish, SamplingParams
 
 EOS = 7
@@ -201,6 +203,33 @@ def test_prompt_at_the_size_of_the_pool(length: int) -> None:
     assert small.output == expected_output([2], 2)
 
 
+@pytest.mark.parametrize("length", range(32 - 8, 32 + 1))
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+def test_what_is_accepted_near_the_size_of_the_pool_can_run_and_be_cancelled(length: int, max_tokens: int) -> None:
+    """Failure report H2: the check on arrival and the admission must agree, and a cancel must leave no trace."""
+    if max_tokens == 0:
+        with pytest.raises(PagetideError):
+            check_sampling(SamplingParams(max_tokens=0), 100)
+        return
+    scheduler = make_scheduler(num_blocks=8)
+    model = FakeModel(scheduler)
+    if length == 32:
+        with pytest.raises(PagetideError):
+            make_request(scheduler, [1] * length, max_tokens)
+        return
+    holder = make_request(scheduler, [2] * 16, max_tokens=3)
+    cancelled, kept = (make_request(scheduler, [1] * length, max_tokens) for _ in range(2))
+    for request in (holder, cancelled, kept):
+        scheduler.add(request)
+    scheduler.commit((plan := scheduler.schedule()), model.run(plan))
+    assert scheduler.waiting == [cancelled, kept]
+    assert scheduler.abort(cancelled.id) is cancelled
+    scheduler.check()
+    finish_all(scheduler, model)
+    assert kept.output == expected_output([1] * length, min(max_tokens, 32 - length))
+    assert scheduler.pool.available == 8
+
+
 def test_two_prompts_that_fit_only_one_at_a_time() -> None:
     scheduler = make_scheduler(num_blocks=10, prefill_chunk_tokens=8)
     first, second = (make_request(scheduler, [token] * 30, max_tokens=8) for token in (1, 2))
@@ -232,6 +261,26 @@ def test_a_wholly_cached_prompt_still_computes_one_token(length: int) -> None:
         finish_all(scheduler, model)
         assert request.output == expected_output(prompt, 20)
         assert request.cached_tokens == (0 if attempt == 0 else (length - 1) // 16 * 16)
+
+
+def run_many_prompts(scheduler: Scheduler) -> None:
+    """Prompts of two full blocks that differ in one token each, one after the other through one pool."""
+    model = FakeModel(scheduler)
+    for token in range(40):
+        prompt = [token, 1, 2, 3, 4, 5, 6, 7, 8]
+        request = make_request(scheduler, prompt, max_tokens=2)
+        scheduler.add(request)
+        finish_all(scheduler, model)
+        assert request.output == expected_output(prompt, 2)
+
+
+def test_prompts_share_no_kv_because_their_digests_are_128_bits_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failure report E2: a hit is believed without comparing tokens, so the digest's width is all that there is."""
+    run_many_prompts(make_scheduler())
+    whole = PrefixIndex.digest
+    monkeypatch.setattr(PrefixIndex, "digest", lambda *arguments: bytes([whole(*arguments)[0] & 15]))
+    with pytest.raises(AssertionError, match="somebody else's KV"):
+        run_many_prompts(make_scheduler())
 
 
 def test_salts_separate_the_cache() -> None:

@@ -1,5 +1,6 @@
 """Servers and links over real ipc sockets."""
 
+import ast
 import os
 import time
 from collections.abc import Iterator
@@ -225,6 +226,47 @@ def test_an_identity_can_not_be_borrowed(rig: Rig) -> None:
     rig.until(lambda: rig.server.dropped == 1)
     assert not rig.server.peers
     stranger.close()
+
+
+def test_a_second_dealer_with_a_used_identity_gets_nothing_and_disturbs_nobody(rig: Rig) -> None:
+    """Failure report J3: ZeroMQ lets it connect and says nothing."""
+    rig.server.open_doors(WELCOME)
+    first = rig.link(identity="mine")
+    rig.until(lambda: first.welcome)
+    hello = Hello(PROTOCOL_VERSION, Role.TOKENIZER, "mine", os.getpid())
+    second = Link(rig.context, rig.endpoint, hello, Rejected | Tokenized)
+    second.send(Abort(pack_i64([2])))
+    first.send(Abort(pack_i64([1])))
+    assert [m for m in rig.until(lambda: rig.server.peers["mine"].received == 2) if isinstance(m, Abort)] == [
+        Abort(pack_i64([1]))
+    ]
+    rig.server.send(rig.server.peers["mine"], Rejected(1, "queue_full", ""))
+    seen: list[object] = []
+    while not seen:
+        first.sockets[0].poll(1000)
+        seen += first.receive()
+    assert seen == [Rejected(1, "queue_full", "")]
+    with pytest.raises(StartupError, match="no answer"):
+        second.wait_welcome(0.1)
+    second.close()
+    rig.server.ping()
+    assert [*rig.server.receive()] == []
+    assert list(rig.server.peers) == ["mine"]
+    assert not rig.gone
+    assert rig.server.sequence_gaps == rig.server.dropped == first.sequence_gaps == 0
+
+
+def test_no_send_lends_its_buffer() -> None:
+    """Failure report J1: ZeroMQ may still read what was sent without a copy when the sender changes it."""
+    sends = []
+    for folder in ("protocol", "engine_core", "frontend", "tools"):
+        for path in (Path(__file__).parents[2] / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "send" in node.func.attr:
+                    sends.append(f"{path}:{node.lineno}")
+                    assert not {keyword.arg for keyword in node.keywords} & {"copy", "track", None}, sends[-1]
+                    assert len(node.args) <= 2, sends[-1]
+    assert len(sends) > 10
 
 
 def test_identities_differ() -> None:
