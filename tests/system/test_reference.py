@@ -73,3 +73,33 @@ def test_greedy_ids_equal_the_reference(start: Callable[..., LocalEngine], defau
         assert (status.counters["requests_preempted_total"] > 0) == (variant == "preempted")
 
     engine.run(scenario, 250)
+
+
+def test_a_seeded_request_gives_the_same_tokens_when_it_is_preempted(
+    start: Callable[..., LocalEngine], default_model: Path
+) -> None:
+    """Failure report B3: its draws depend on (seed, choice, position), and not on where or when it runs."""
+    engine = start(model=str(default_model), dtype="fp32", weights="dense", **VARIANTS["preempted"])
+    prompt = TokenPrompt(pack_i32(CASES[0]["prompt_ids"]))
+
+    async def seeded(client: EngineClient) -> list[int]:
+        sampling = SamplingParams(max_tokens=40, seed=42, ignore_eos=True, logprobs=0)
+        async with client.generate(prompt, sampling, TextParams(), priority=1) as generation:
+            return [entry.chosen.token async for _, delta in generation for entry in delta.logprobs]
+
+    async def other(client: EngineClient, seed: int) -> None:
+        sampling = SamplingParams(max_tokens=40, seed=seed, ignore_eos=True)
+        async with client.generate(prompt, sampling, TextParams()) as generation:
+            async for _ in generation:
+                pass
+
+    async def scenario(client: EngineClient) -> None:
+        alone = await seeded(client)
+        assert len(alone) == 40
+        before = (await status_where(client, is_idle)).counters["requests_preempted_total"]
+        crowded, *_ = await asyncio.gather(seeded(client), *(other(client, seed) for seed in (7, 42, 43, 44)))
+        assert crowded == alone
+        # It is the last in order, so it is the one that was preempted.
+        await status_where(client, lambda s: s.counters["requests_preempted_total"] > before)
+
+    engine.run(scenario, 30)
