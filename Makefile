@@ -5,7 +5,7 @@ MODEL := smollm2-135m
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install model demo test test-gpu lint format type layers check bench clean
+.PHONY: help install model demo test test-gpu lint format type layers check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -48,8 +48,11 @@ layers: $(STAMP) ## who may import whom
 
 check: lint type layers test ## everything: style, types, layers, tests
 
-bench: model ## the benchmarks, as JSON and as tables
-	@for bench in tools/bench_*.py; do echo "== $$bench"; $(BIN)/python "$$bench" || exit 1; done
+bench: model ## the benchmarks that need no GPU, and a summary (a few minutes)
+	@$(BIN)/python -m tools.bench $(ARGS)
+
+bench-gpu: $(STAMP) ## the kernels on a GPU, as JSON and as a table
+	@$(BIN)/python -m tools.bench_kernels $(ARGS)
 
 clean: ## remove caches and build outputs; .venv and models stay
 	rm -rf build dist *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

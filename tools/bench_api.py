@@ -196,6 +196,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=2, help="alternate between the two this often; the best counts")
+    parser.add_argument("--output", help="write the figures as JSON")
     options = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
     for _ in range(options.rounds):
@@ -205,7 +206,10 @@ def main() -> None:
     results["engine"] = measure_engine(options.streams, options.seconds)
     ratio = results["pagetide"]["tokens_per_second"] / results["starlette"]["tokens_per_second"]
     report = {"streams": options.streams, "cores": os.cpu_count(), "python": platform.python_version()}
-    print(json.dumps(report | results | {"ratio": round(ratio, 2), "goal": 8000}))
+    figures = json.dumps(report | results | {"ratio": round(ratio, 2), "goal": 8000})
+    print(figures)
+    if options.output:
+        Path(options.output).write_text(figures)
     print(f"{'':12}{'tokens/s':>12}{'CPU us/token':>16}{'CPU share':>12}")
     for name, result in results.items():
         print(f"{name:12}{result['tokens_per_second']:>12,}{result['cpu_us_per_token']:>16}{result['cpu_share']:>12}")
