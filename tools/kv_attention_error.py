@@ -24,7 +24,7 @@ from kernels.kv_format import resolve_kv_dtype
 from kernels.kv_ops import LayerKV
 from protocol.messages import SamplingParams
 
-BIAS_NORMS = (0, 120, 300, 600, 921)
+BIAS_NORMS = (0, 22, 60, 120, 300, 600, 921)
 SEEDS = 8
 PLACEMENTS = {"slow": (48, 64), "any": (0, 64)}  # RoPE pairs that can hold outliers; the fastest is pair 0
 _KEYS, _WIDTH, _THETA = 4096, 128, 1e6

@@ -104,14 +104,15 @@ def test_error_of_attention_grows_with_the_bias_unless_keys_have_more_bits() -> 
 
 
 @pytest.mark.model
+@pytest.mark.timeout(240)  # 20 s of work, on cores that may be shared
 def test_formats_keep_their_bounds_on_the_default_model(default_model: Path) -> None:
     """INT8 within 0.5 % of the 16-bit perplexity, E4M3 within 2 %; E5M2 has no bound, but has to make sense."""
     model, formats = str(default_model), ("--formats", "int8,fp8_e4m3,fp8_e5m2")
-    sizes = ("--tokens", "2048", "--stride", "1024", "--steps", "8", "--prompts", "2")
+    sizes = ("--stride", "1024", "--steps", "8", "--prompts", "2")
     options = eval_kv.parse([model, *formats, *sizes])
     found: dict[str, Any] = eval_kv.evaluate(model, options.text.read_text("utf-8"), options)
-    assert found["auto"]["scored_tokens"] == 2047
-    assert 15 < found["auto"]["perplexity"] < 30
+    assert found["auto"]["scored_tokens"] > 3500
+    assert 20 < found["auto"]["perplexity"] < 35
     assert abs(found["int8"]["perplexity_change"]) < 0.005
     assert abs(found["fp8_e4m3"]["perplexity_change"]) < 0.02
     assert abs(found["fp8_e5m2"]["perplexity_change"]) < 0.2
