@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -109,6 +110,8 @@ def test_the_listed_models_are_listed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_completion_for_bash() -> None:
     command = [sys.executable, "-m", "frontend", "--show-completion", "bash"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # Otherwise typer looks which shell has started it, and that may be any, or none.
+    environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0
     assert "complete" in done.stdout

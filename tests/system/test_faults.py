@@ -151,14 +151,14 @@ from frontend.engine_client import EngineClient
 from protocol.messages import SamplingParams, TextParams, TextPrompt
 
 async def one(client):
-    sampling = SamplingParams(max_tokens=3000, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=8000, ignore_eos=True)
     async with client.generate(TextPrompt("Hello"), sampling, TextParams()) as generation:
         return sum([delta.tokens async for _, delta in generation])
 
 async def main():
     client = await EngineClient.connect(Path(sys.argv[1]))
     print("running", flush=True)
-    counts = await asyncio.gather(*(one(client) for _ in range(20)))
+    counts = await asyncio.gather(*(one(client) for _ in range(40)))
     gaps = sum(link.sequence_gaps for link in client._detokenizers.values())
     print(set(counts), gaps, flush=True)
     await client.close()
@@ -177,7 +177,7 @@ asyncio.run(main())
         assert time.monotonic() - started < 20
         os.kill(other.pid, signal.SIGCONT)
         line = await asyncio.to_thread(other.stdout.readline)
-        assert line.decode().strip() == "{3000} 0"
+        assert line.decode().strip() == "{8000} 0"
         other.wait()
         other.stdout.close()
 
