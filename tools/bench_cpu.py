@@ -11,6 +11,7 @@ figures drift between machines: read the ratios. `--peers` needs the dev extras 
 import argparse
 import asyncio
 import json
+import os
 import random
 import tempfile
 import time
@@ -38,6 +39,8 @@ def prompts(streams: int) -> list[list[int]]:
 
 
 def load_peer(model: Path) -> Any:
+    # The peer gets what the core gets (engine_core/load.py): else it stalls when another process wants a core.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     from tools.transformers_peer import Peer
 
     return Peer(model)
@@ -103,6 +106,8 @@ def main() -> None:
         engine = LocalEngine(Path(directory), config)
         try:
             ours_decode(engine, 1, 8)
+            if peer:
+                peer.decode(prompts(1), 8)
             for _ in range(options.rounds):
                 for count in streams:
                     add("pagetide", f"decode {count}", partial(ours_decode, engine, count, options.tokens))
