@@ -318,7 +318,6 @@ class RowExtra(Part, frozen=True):
 
 class StepOutput(Message, frozen=True):
     """What one step produced, by columns: row i is token `tokens[i]` of request `ids[i]`, ended if `finish[i]`.
-
     A token of -1 stands for none (the request ended without a further token).
     """
 

@@ -1,6 +1,6 @@
 """The benchmarks that need no GPU, one after the other, and one summary: `make bench`.
 
-    python tools/bench.py [--output FILE.json]
+python tools/bench.py [--output FILE.json]
 """
 
 import argparse
