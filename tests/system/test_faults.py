@@ -26,7 +26,14 @@ ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 @pytest.fixture
 def engine(start: Callable[..., LocalEngine], default_model: Path) -> LocalEngine:
+    """No model: quick."""
     return start(model=str(default_model), device="null", num_blocks=4096, max_running=256)
+
+
+@pytest.fixture
+def busy_engine(start: Callable[..., LocalEngine], default_model: Path) -> LocalEngine:
+    """A real model, so that a stream of ENDLESS length is still running whenever something is killed."""
+    return start(model=str(default_model), num_blocks=4096, max_running=256)
 
 
 def stream(client: EngineClient, sampling: SamplingParams = ENDLESS) -> Generation:
@@ -50,42 +57,42 @@ async def count_tokens(client: EngineClient, sampling: SamplingParams) -> int:
         return sum([delta.tokens async for _, delta in generation])
 
 
-def test_killed_services_fail_their_requests_and_new_ones_are_found(engine: LocalEngine) -> None:
+def test_killed_services_fail_their_requests_and_new_ones_are_found(busy_engine: LocalEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         async with stream(client) as generation:
             items = aiter(generation)
             await anext(items)
-            engine.detokenizers[0].kill()
+            busy_engine.detokenizers[0].kill()
             assert await read_to_error(items) is ErrorCode.ENGINE_UNAVAILABLE
         await status_where(client, is_idle)
-        engine.tokenizers[0].kill()
+        busy_engine.tokenizers[0].kill()
         while client.health() is None:
             await asyncio.sleep(0.02)
         with pytest.raises(PagetideError):
             await count_tokens(client, ENDLESS)
-        engine.add("tokenizer")
-        engine.add("detokenizer")
+        busy_engine.add("tokenizer")
+        busy_engine.add("detokenizer")
         while client.health() is not None:
             await asyncio.sleep(0.02)
         assert await count_tokens(client, SamplingParams(max_tokens=20, ignore_eos=True)) == 20
 
-    engine.run(scenario)
+    busy_engine.run(scenario)
 
 
-def test_a_killed_core_ends_every_stream_and_every_process_within_two_seconds(engine: LocalEngine) -> None:
+def test_a_killed_core_ends_every_stream_and_every_process_within_two_seconds(busy_engine: LocalEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         async with stream(client) as generation:
             items = aiter(generation)
             await anext(items)
-            engine.core.kill()
+            busy_engine.core.kill()
             killed = time.monotonic()
             assert await read_to_error(items) is ErrorCode.ENGINE_UNAVAILABLE
             await client.lost.wait()
             assert time.monotonic() - killed < 2.0
 
-    engine.run(scenario)
-    assert engine.tokenizers[0].wait(2) == 1
-    assert engine.detokenizers[0].wait(2) == 1
+    busy_engine.run(scenario)
+    assert busy_engine.tokenizers[0].wait(2) == 1
+    assert busy_engine.detokenizers[0].wait(2) == 1
 
 
 def test_a_stopped_core_is_unhealthy_and_goes_on_where_it_was(engine: LocalEngine) -> None:
@@ -113,8 +120,7 @@ async def main():
     client = await EngineClient.connect(Path(sys.argv[1]))
     streams = [client.generate(TextPrompt("Hello"), SamplingParams(max_tokens=4000, ignore_eos=True), TextParams())
                for _ in range(200)]
-    for stream in streams:
-        await stream.__aenter__()
+    await asyncio.gather(*(stream.__aenter__() for stream in streams))
     print("running", flush=True)
     await asyncio.sleep(3600)
 
@@ -122,10 +128,10 @@ asyncio.run(main())
 """
 
 
-def test_200_streams_of_a_killed_frontend_leave_nothing_behind(engine: LocalEngine) -> None:
+def test_200_streams_of_a_killed_frontend_leave_nothing_behind(busy_engine: LocalEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         frontend = subprocess.Popen(
-            [sys.executable, "-c", FRONTEND, str(engine.path)], cwd=ROOT, stdout=subprocess.PIPE
+            [sys.executable, "-c", FRONTEND, str(busy_engine.path)], cwd=ROOT, stdout=subprocess.PIPE
         )
         assert frontend.stdout is not None
         await asyncio.to_thread(frontend.stdout.readline)
@@ -139,7 +145,7 @@ def test_200_streams_of_a_killed_frontend_leave_nothing_behind(engine: LocalEngi
         status = await status_where(client, lambda s: len([peer for peer in s.peers if peer.role == 3]) == 1)
         assert await count_tokens(client, SamplingParams(max_tokens=20, ignore_eos=True)) == 20
 
-    engine.run(scenario)
+    busy_engine.run(scenario)
 
 
 def test_a_stopped_frontend_loses_nothing_and_disturbs_nobody(engine: LocalEngine) -> None:
@@ -213,16 +219,16 @@ def test_over_long_requests_leave_nothing(engine: LocalEngine) -> None:
     engine.run(scenario)
 
 
-def test_sigterm_of_the_core_ends_streams_with_an_error_and_leaves_no_socket(engine: LocalEngine) -> None:
+def test_sigterm_of_the_core_ends_streams_with_an_error_and_leaves_no_socket(busy_engine: LocalEngine) -> None:
     async def scenario(client: EngineClient) -> None:
         async with stream(client) as generation:
             items = aiter(generation)
             await anext(items)
-            engine.core.terminate()
+            busy_engine.core.terminate()
             assert await read_to_error(items) in (ErrorCode.SHUTTING_DOWN, ErrorCode.ENGINE_UNAVAILABLE)
 
-    engine.run(scenario)
-    assert engine.core.wait(5) == 0
-    for process in (*engine.tokenizers, *engine.detokenizers):
+    busy_engine.run(scenario)
+    assert busy_engine.core.wait(5) == 0
+    for process in (*busy_engine.tokenizers, *busy_engine.detokenizers):
         assert process.wait(3) == 1
-    assert [path.name for path in engine.path.iterdir()] == ["lock"]
+    assert [path.name for path in busy_engine.path.iterdir()] == ["lock"]
