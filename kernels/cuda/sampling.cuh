@@ -1,0 +1,311 @@
+// What the sampling kernels share: parts of a row, ranks, weights in fixed point, and the search for a cut.
+//
+// A row of logits is cut into parts of 512 ids; `scan_logits.cu` leaves each part's best and sum, and then one block per
+// row reads again only the parts that matter. Every sum over tokens is an integer, so that neither the order of additions
+// nor of atomics, nor the batch, changes a result.
+//
+// Macros: LOGITS (0 float32, 1 float16, 2 bfloat16).
+#pragma once
+#include "common.cuh"
+
+constexpr int PART = 512, PER_LANE = PART / 32;
+constexpr int VECTOR = LOGITS == 0 ? 4 : 8;  // elements in 16 bytes
+constexpr int MOST_PARTS = 1024;
+constexpr u32 MINUS_INFINITY = 0x007fffffu, INFINITY_ = 0xff800000u;  // as order() gives them
+
+struct Row { const u8* logits; int vocab, parts; };
+
+DEVICE float load_logit(const Row& row, int id) {
+    if (LOGITS == 0) return ((const float*)row.logits)[id];
+    return widen<LOGITS == 2>(((const u16*)row.logits)[id]);
+}
+
+DEVICE int id_of(int part, int j) {
+    return part * PART + (j / VECTOR * 32 + (threadIdx.x & 31)) * VECTOR + j % VECTOR;
+}
+
+// A lane's elements of a part; minus infinity beyond the vocabulary.
+DEVICE void load_part(float (&x)[PER_LANE], const Row& row, int part) {
+    const bool aligned = ((u64)row.logits & 15) == 0;
+    if (aligned && (part + 1) * PART <= row.vocab) {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i += VECTOR) {
+            Words4 v = *(const Words4*)(row.logits + (i64)id_of(part, i) * (16 / VECTOR));
+            u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < VECTOR; j++)
+                x[i + j] = LOGITS == 0 ? as_float(words[j % 4]) : widen<LOGITS == 2>((u16)(words[j / 2 % 4] >> (j % 2 * 16)));
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+            int id = id_of(part, j);
+            x[j] = id < row.vocab ? load_logit(row, id) : negative_infinity();
+        }
+    }
+}
+
+// -- ranks -----------------------------------------------------------------------------------------------------------
+
+// Unsigned integers in the order of floats; both zeros are one, NaN is above all.
+DEVICE u32 order(float x) {
+    u32 bits = __float_as_uint(x + 0.0f);
+    return x != x ? ~0u : bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+}
+
+DEVICE float value(u32 ordered) { return as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered); }
+
+// No two elements of a row have the same rank; of equal logits the first id is the higher.
+DEVICE u64 rank_of(float x, int id) { return (u64)order(x) << 32 | (u32)~id; }
+DEVICE int id_of_rank(u64 rank) { return (int)~(u32)rank; }
+DEVICE float value_of_rank(u64 rank) { return value((u32)(rank >> 32)); }
+DEVICE bool is_finite(u64 rank) { return rank >> 32 > MINUS_INFINITY && rank >> 32 < INFINITY_; }
+
+// -- weights ---------------------------------------------------------------------------------------------------------
+
+// exp((x - peak) / temperature); the exponent keeps what float32 products would round off.
+struct Weight {
+    float peak, high, low, least;
+    DEVICE Weight(float peak, float temperature) : peak(peak) {
+        high = __fdiv_rn(1.44269502f, temperature);
+        low = (fmaf(-high, temperature, 1.44269502f) + 1.92596303e-8f) / temperature;
+        least = fmaxf(-150.0f / high, -3e38f);
+    }
+    DEVICE float operator()(float x) const {
+        float d = fmaxf(x - peak, least), t = d * high;
+        float rest = fmaf(d, low, fmaf(d, high, -t));
+        float e = exp2_approx(t);
+        return x == negative_infinity() ? 0.0f : fmaf(e, rest * 0.693147182f, e);
+    }
+};
+
+constexpr float ONE = 17592186044416.0f;  // 2^44: more than 2^18 weights fit in 63 bits
+DEVICE u64 fixed(float weight) { return __float2ull_rn(weight * ONE); }
+
+// -- one block per row -----------------------------------------------------------------------------------------------
+
+#ifdef ROW_THREADS
+constexpr int WARPS = ROW_THREADS / 32, EACH = MOST_PARTS / ROW_THREADS;
+constexpr int CANDIDATES = 1024, BUCKETS = 1024;
+
+struct Shared {
+    u64 best[MOST_PARTS], mass[MOST_PARTS];  // of each part
+    union {
+        struct { u64 rank[CANDIDATES], weight[CANDIDATES]; } candidate;
+        struct { u32 count[BUCKETS], low[BUCKETS], high[BUCKETS]; } bucket;
+    };
+    u16 list[MOST_PARTS];
+    u64 warp[WARPS], cut, ahead, own;
+    int listed, gathered, chosen, inside;
+};
+
+DEVICE int lane() { return threadIdx.x & 31; }
+DEVICE int warp() { return threadIdx.x >> 5; }
+
+DEVICE u64 inclusive_scan_of_warp(u64 x) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        u64 other = __shfl_up_sync(FULL_WARP, x, step);
+        if (lane() >= step) x += other;
+    }
+    return x;
+}
+
+// The sum of the threads before this one; `total` is that of all.
+DEVICE u64 exclusive_scan(Shared& s, u64 x, u64& total) {
+    u64 inside = inclusive_scan_of_warp(x), before = 0;
+    total = 0;
+    __syncthreads();
+    if (lane() == 31) s.warp[warp()] = inside;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) {
+        u64 sum = s.warp[i];
+        if (i < warp()) before += sum;
+        total += sum;
+    }
+    return before + inside - x;
+}
+
+DEVICE u64 sum_of_block(Shared& s, u64 x) {
+    u64 total;
+    exclusive_scan(s, x, total);
+    return total;
+}
+
+// Reads the parts' best; returns the row's.
+DEVICE u64 load_best(Shared& s, const u64* best, int parts) {
+    u64 peak = 0;
+    for (int part = threadIdx.x; part < parts; part += ROW_THREADS) peak = max(peak, s.best[part] = best[part]);
+#pragma unroll
+    for (int step = 16; step; step /= 2) peak = max(peak, __shfl_xor_sync(FULL_WARP, peak, step));
+    if (lane() == 0) s.warp[warp()] = peak;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) peak = max(peak, s.warp[i]);
+    return peak;
+}
+
+// Turns the parts' sums, each relative to the part's own best, into masses; returns their sum.
+DEVICE u64 load_mass(Shared& s, const float* sums, int parts, const Weight& weight) {
+    u64 mine = 0;
+    for (int part = threadIdx.x; part < parts; part += ROW_THREADS) {
+        float scale = weight(value_of_rank(s.best[part])) * ONE;
+        mine += s.mass[part] = __double2ull_rn((double)sums[part] * scale);
+    }
+    return sum_of_block(s, mine);
+}
+
+// The count-th best of the parts' best, which the row's count-th best can't be below. 1 <= count <= parts.
+DEVICE u64 bound_of(Shared& s, int parts, int count) {
+    for (int part = threadIdx.x; part < parts; part += ROW_THREADS) {
+        u64 own = s.best[part];
+        int higher = 0;
+#pragma unroll 8
+        for (int i = 0; i < parts; i++) higher += s.best[i] > own;
+        if (higher == count - 1) s.cut = own;
+    }
+    __syncthreads();
+    return s.cut;
+}
+
+// Collects what ranks from low to high; returns how many there are, of which up to CANDIDATES are kept, in any order.
+DEVICE int gather(Shared& s, const Row& row, const Weight& weight, u64 low, u64 high) {
+    __syncthreads();
+    if (threadIdx.x == 0) s.listed = s.gathered = 0;
+    __syncthreads();
+    for (int part = threadIdx.x; part < row.parts; part += ROW_THREADS)
+        if (s.best[part] >= low) s.list[atomicAdd(&s.listed, 1)] = part;
+    __syncthreads();
+    for (int i = warp(); i < s.listed; i += WARPS) {
+        int part = s.list[i];
+        float x[PER_LANE];
+        load_part(x, row, part);
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+            u64 rank = rank_of(x[j], id_of(part, j));
+            if (rank < low || rank > high || id_of(part, j) >= row.vocab) continue;
+            int at = atomicAdd(&s.gathered, 1);
+            if (at < CANDIDATES) {
+                s.candidate.rank[at] = rank;
+                s.candidate.weight[at] = fixed(weight(x[j]));
+            }
+        }
+    }
+    __syncthreads();
+    return s.gathered;
+}
+
+struct Place { u64 rank, mass, own; int before; };  // `before` and `mass`: of the candidates that rank higher
+
+// This thread's i-th candidate among n; `before` is n where there is none.
+DEVICE Place place_of(const Shared& s, int n, int i) {
+    int at = threadIdx.x + i * ROW_THREADS;
+    if (at >= n) return {0, 0, 0, n};
+    Place p = {s.candidate.rank[at], 0, s.candidate.weight[at], 0};
+#pragma unroll 4
+    for (int j = 0; j < n; j++)
+        if (s.candidate.rank[j] > p.rank) {
+            p.before++;
+            p.mass += s.candidate.weight[j];
+        }
+    return p;
+}
+
+DEVICE u64 goal_of(double share, u64 total) {
+    return min(total, max(1ull, __double2ull_ru(share * (double)total)));
+}
+
+// -- the search ------------------------------------------------------------------------------------------------------
+// Buckets of the ranks that are in question, and again buckets of the one bucket where the goal is reached, until so few
+// are left that each can be compared with each. The first buckets are of equal width in x.
+
+DEVICE int distance(float x, float peak, float scale) { return (int)fminf((peak - x) * scale, BUCKETS - 1.0f); }
+
+// The least x, as order() gives it, that is in this bucket or a higher one.
+DEVICE u64 first_of_bucket(int bucket, float peak, float scale) {
+    u32 low = MINUS_INFINITY, high = order(peak);
+    while (low < high) {
+        u32 middle = low + (high - low) / 2;
+        if (distance(value(middle), peak, scale) <= bucket) high = middle;
+        else low = middle + 1;
+    }
+    return (u64)low << 32;
+}
+
+DEVICE void fill_buckets(Shared& s, const Row& row, const Weight& weight, u64 low, u64 high, int shift, float scale) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < BUCKETS; i += ROW_THREADS) s.bucket.count[i] = s.bucket.low[i] = s.bucket.high[i] = 0;
+    __syncthreads();
+    for (int part = warp(); part < row.parts; part += WARPS) {
+        if (s.best[part] < low) continue;
+        float x[PER_LANE];
+        load_part(x, row, part);
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+            u64 rank = rank_of(x[j], id_of(part, j));
+            if (rank < low || rank > high || id_of(part, j) >= row.vocab) continue;
+            int bucket = shift < 0 ? distance(x[j], weight.peak, scale) : (int)(high - rank >> shift);
+            u64 own = fixed(weight(x[j]));
+            atomicAdd(&s.bucket.count[bucket], 1u);
+            u32 upper = (u32)(own >> 32);
+            if ((u32)own && atomicAdd(&s.bucket.low[bucket], (u32)own) + (u32)own < (u32)own) upper++;
+            if (upper) atomicAdd(&s.bucket.high[bucket], upper);
+        }
+    }
+    __syncthreads();
+}
+
+// The rank of the last of the first `count` that rank from low on, or, if count is 0, of the fewest that have `share` of
+// their mass; low itself if there are no more than count.
+DEVICE u64 search(Shared& s, const Row& row, const Weight& weight, u64 peak, u64 low, u64 count, double share) {
+    const u64 start = low;
+    const float scale = weight.high * (BUCKETS / 32 * 0.6931472f);
+    u64 high = peak, goal = count, ahead = 0;
+    int shift = -1;
+    do {
+        fill_buckets(s, row, weight, low, high, shift, scale);
+        u64 own[BUCKETS / ROW_THREADS], mine = 0, total;
+#pragma unroll
+        for (int i = 0; i < BUCKETS / ROW_THREADS; i++) {
+            int b = threadIdx.x * (BUCKETS / ROW_THREADS) + i;
+            own[i] = count ? s.bucket.count[b] : (u64)s.bucket.high[b] << 32 | s.bucket.low[b];
+            mine += own[i];
+        }
+        u64 before = ahead + exclusive_scan(s, mine, total);
+        if (shift < 0) {
+            if (count && total <= count) return start;
+            if (!count) goal = goal_of(share, total);
+        }
+#pragma unroll
+        for (int i = 0; i < BUCKETS / ROW_THREADS; i++) {
+            if (before < goal && goal <= before + own[i]) {
+                s.chosen = threadIdx.x * (BUCKETS / ROW_THREADS) + i;
+                s.ahead = before;
+                s.inside = s.bucket.count[s.chosen];
+            }
+            before += own[i];
+        }
+        __syncthreads();
+        ahead = s.ahead;
+        int bucket = s.chosen;
+        if (shift < 0) {
+            low = max(low, first_of_bucket(bucket, weight.peak, scale));
+            if (bucket) high = min(high, first_of_bucket(bucket - 1, weight.peak, scale) - 1);
+        } else {
+            high -= (u64)bucket << shift;
+            u64 width = (1ull << shift) - 1;
+            if (high - low > width) low = high - width;
+        }
+        shift = max(0, 64 - __clzll(high - low) - 10);
+    } while (s.inside > CANDIDATES);
+    int n = gather(s, row, weight, low, high);
+    for (int i = 0; i < CANDIDATES / ROW_THREADS; i++) {
+        Place p = place_of(s, n, i);
+        u64 before = ahead + (count ? p.before : p.mass), own = count ? 1 : p.own;
+        if (p.before < n && before < goal && goal <= before + own) s.cut = p.rank;
+    }
+    __syncthreads();
+    return s.cut;
+}
+#endif

@@ -1,0 +1,293 @@
+"""Sampling on the GPU against its torch twin and against float64; into poisoned outputs, over poisoned scratch."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import cuda_sampling, sampling
+from kernels.compiler import KernelError
+from kernels.cuda_sampling import Sampling
+
+INF, NAN = math.inf, math.nan
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NEAR = 2e-6  # of the whole mass: what float32 weights may move a border by
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+CUDA = torch.device("cuda")
+
+
+def ops(logits: Tensor) -> Sampling:
+    found = Sampling(len(logits) + 1, logits.shape[1], logits.dtype, CUDA)
+    found._best.fill_(-1)
+    found._sums.fill_(NAN)
+    found._above.fill_(-1)
+    return found
+
+
+def columns(
+    rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[Tensor]:
+    return [
+        torch.full((rows,), temperature, device=CUDA),
+        torch.full((rows,), top_k, device=CUDA),
+        torch.full((rows,), top_p, device=CUDA),
+        torch.full((rows,), min_p, device=CUDA),
+    ]
+
+
+def draw(logits: Tensor, uniform: Tensor, **parameters: Any) -> Tensor:
+    out = torch.full((len(logits),), -77, device=CUDA)
+    return ops(logits).sample(logits, *columns(len(logits), **parameters), uniform, out)
+
+
+def float64_borders(
+    x: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Of one row, in float64: surviving ids ascending, cumulated shares after each, and before; whether a filter's
+    border is within rounding of another choice."""
+    temperature, top_p, min_p = (float(torch.tensor(v, dtype=torch.float32)) for v in (temperature, top_p, min_p))
+    weight = ((x.double() - x.double().max()) / temperature).exp()
+    ranked = x.float().sort(descending=True, stable=True).indices
+    count, doubtful = x.numel(), False
+    if min_p > 0:
+        count = int((weight >= min_p).sum())
+        doubtful |= bool(((weight / min_p - 1).abs() < NEAR).any())
+    if 0 < top_k < x.numel():
+        count = min(count, top_k)
+    ranked = ranked[:count]
+    if top_p < 1:
+        mass = weight[ranked].cumsum(0)
+        goal = top_p * mass[-1]
+        last = min(int(torch.searchsorted(mass, goal)), count - 1)
+        doubtful |= bool(((mass[max(last - 1, 0) : last + 1] - goal).abs() < NEAR * mass[-1]).any())
+        ranked = ranked[: last + 1]
+    kept = ranked.sort().values
+    after = weight[kept].cumsum(0)
+    return kept, after / after[-1], (after - weight[kept]) / after[-1], doubtful
+
+
+def check_draw(logits: Tensor, uniform: Tensor, **parameters: Any) -> int:
+    """All tokens are those of float64, but for draws within rounding of a border, whose number is returned."""
+    tokens = draw(logits, uniform, **parameters)
+    near = 0
+    for x, u, token in zip(logits, uniform.tolist(), tokens.tolist(), strict=True):
+        kept, after, before, doubtful = float64_borders(x, **parameters)
+        place = min(int(torch.searchsorted(after, u, right=True)), len(kept) - 1)
+        if token == int(kept[place]):
+            continue
+        near += 1
+        mine = (kept == token).nonzero()
+        if not len(mine):
+            assert doubtful, (token, int(kept[place]), parameters)
+        elif not doubtful:
+            off = max(float(before[mine]) - u, u - float(after[mine]))
+            assert off < NEAR, (token, int(kept[place]), off, parameters)
+    return near
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 2.5},
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": 50, "top_p": 0.9},
+    {"top_k": 250},
+    {"top_k": 3000},
+    {"top_k": 100_000, "top_p": 0.8},
+    {"top_p": 0.0},
+    {"top_p": 0.3},
+    {"top_p": 0.9, "temperature": 0.4},
+    {"top_p": 0.99},
+    {"min_p": 0.05},
+    {"min_p": 0.001},
+    {"min_p": 0.02, "top_p": 0.7},
+    {"min_p": 0.02, "top_p": 0.7, "top_k": 20},
+    {"min_p": 1.0},
+]
+
+
+@pytest.mark.parametrize("parameters", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", [151_936, 50_257, 7, 1024, 4096])
+def test_draws_are_those_of_float64(vocab: int, parameters: dict[str, Any]) -> None:
+    torch.manual_seed(vocab)
+    near = total = 0
+    for dtype in DTYPES:
+        rows = 16
+        logits = (torch.randn(rows, vocab, device=CUDA) * torch.linspace(0.5, 6, rows, device=CUDA)[:, None]).to(dtype)
+        logits[3, vocab // 3 :] = -INF
+        logits[5] = logits[5].round()  # many ties
+        logits[6] = 1.5  # nothing but ties
+        uniform = torch.rand(rows, dtype=torch.float64, device=CUDA)
+        uniform[0], uniform[1] = 0, 1 - 2**-53
+        near += check_draw(logits, uniform, **parameters)
+        total += rows
+    assert near <= max(2, total // 12), f"{near} of {total} within rounding"
+
+
+def test_draws_are_those_of_the_torch_twin() -> None:
+    torch.manual_seed(1)
+    rows = 64
+    logits = torch.randn(rows, 32_000, device=CUDA) * 4
+    uniform = torch.rand(rows, dtype=torch.float64, device=CUDA)
+    mixed = [
+        torch.rand(rows, device=CUDA) * 1.5,
+        torch.randint(-1, 100, (rows,), device=CUDA),
+        torch.rand(rows, device=CUDA) + 0.3,
+        torch.rand(rows, device=CUDA) * 0.1,
+    ]
+    mixed[0][::5] = 0
+    mine = ops(logits).sample(logits, *mixed, uniform)
+    assert int((mine != sampling.sample(logits, *mixed, uniform)).sum()) <= 1
+
+
+def test_exactly_k_of_tied_logits_survive_and_the_first_ids_do() -> None:
+    logits = torch.zeros(1, 40_000, device=CUDA)
+    logits[0, 30_000] = 0.5
+    uniform = torch.tensor([1 - 2**-53], dtype=torch.float64, device=CUDA)
+    for k in (2, 60, 1500, 29_999):
+        tokens = {int(draw(logits, uniform * u, top_k=k)) for u in (1.0, 0.5, 0.0)}
+        assert tokens >= {0, 30_000}, k
+        before = draw(logits, (1.0 - uniform.new_tensor([math.exp(0.5) + 0.5]) / (k - 1 + math.exp(0.5))), top_k=k)
+        assert int(before) == k - 2  # the last of the tied
+
+
+def test_uniform_numbers_are_those_of_the_torch_twin() -> None:
+    generator = torch.Generator(device=CUDA).manual_seed(5)
+    seed, choice, position = (
+        torch.randint(-(2**63), 2**63 - 1, (512,), generator=generator, device=CUDA) for _ in range(3)
+    )
+    seed[:4], choice[:4], position[:4] = torch.tensor([0, 1, -1, 2**40], device=CUDA), 0, torch.arange(4, device=CUDA)
+    logits = torch.zeros(512, 8, device=CUDA)
+    drawn = torch.full((512,), NAN, dtype=torch.float64, device=CUDA)
+    tokens = ops(logits).sample(logits, *columns(512), (seed, choice, position), drawn=drawn)
+    wanted = sampling.uniforms(seed, choice, position)
+    assert torch.equal(drawn, wanted)
+    assert torch.equal(tokens, draw(logits, wanted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_greedy_takes_the_first_best_and_sees_what_is_not_finite(dtype: torch.dtype) -> None:
+    logits = torch.randn(9, 70_001, device=CUDA).to(dtype)
+    logits[0, [5, 69_000]] = 9
+    logits[1, 70_000] = 10
+    logits[2, 123] = NAN
+    logits[3, 69_999] = INF
+    logits[4] = -INF
+    logits[5, 1:] = -INF
+    logits[6] = -0.0
+    logits[6, 7::2] = 0.0
+    logits[7, 64] = -NAN
+    wanted = sampling.greedy(logits.float())
+    assert wanted[2:6].tolist() == [-1, -1, -1, 0]
+    out = torch.full((9,), -77, device=CUDA)
+    assert torch.equal(ops(logits).greedy(logits, out), wanted)
+    cold = draw(logits, torch.rand(9, dtype=torch.float64, device=CUDA), temperature=0.0)
+    warm = draw(logits, torch.rand(9, dtype=torch.float64, device=CUDA), top_k=5, top_p=0.9)
+    assert torch.equal(cold, wanted)
+    assert torch.equal(warm < 0, wanted < 0)
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"top_p": 0.95, "temperature": 1.3}, {"top_k": 40}, {}, {"min_p": 1e-4}], ids=str
+)
+def test_a_row_depends_on_itself_alone(parameters: dict[str, Any]) -> None:
+    torch.manual_seed(2)
+    whole = torch.full((40, 152_064), NAN, device=CUDA)
+    logits = whole[:, :151_936]
+    logits.copy_(torch.randn(40, 151_936, device=CUDA) * 2)
+    uniform = torch.rand(40, dtype=torch.float64, device=CUDA)
+    tokens = draw(logits, uniform, **parameters)
+    assert torch.equal(tokens, draw(logits, uniform, **parameters))
+    order = torch.randperm(40, device=CUDA)
+    assert torch.equal(tokens[order], draw(logits[order], uniform[order], **parameters))
+    alone = torch.cat([draw(logits[i : i + 1], uniform[i : i + 1], **parameters) for i in range(40)])
+    assert torch.equal(tokens, alone)
+
+
+def test_penalties_and_bias() -> None:
+    generator = torch.Generator(device=CUDA).manual_seed(3)
+    for dtype in DTYPES:
+        logits = torch.randn(5, 1003, generator=generator, device=CUDA).to(dtype)
+        logits[1, 7], logits[2, 8], logits[3, 9] = NAN, INF, -INF
+        places = torch.randperm(5 * 1003, generator=generator, device=CUDA)[:2000]
+        places[:3] = torch.tensor([1003 + 7, 2 * 1003 + 8, 3 * 1003 + 9], device=CUDA)
+        places = places.unique()
+        row, token = places // 1003, places % 1003
+        bias, repetition, subtract = torch.rand(3, len(places), generator=generator, device=CUDA).add(0.5).unbind()
+        wanted = logits.float()
+        sampling.adjust(wanted, row, token, bias, repetition, subtract)
+        padded = torch.cat((row, row.new_tensor([-1]))), torch.cat((token, token.new_tensor([3])))
+        more = [torch.cat((x, x.new_tensor([5.0]))) for x in (bias, repetition, subtract)]
+        cuda_sampling.adjust(logits, *padded, *more)
+        torch.testing.assert_close(logits, wanted.to(dtype), rtol=0, atol=0, equal_nan=True)
+        sampling.forbid(wanted, row[::2].contiguous(), token[::2].contiguous())
+        cuda_sampling.forbid(logits, row[::2].contiguous(), token[::2].contiguous())
+        torch.testing.assert_close(logits, wanted.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [151_936, 50_257, 4096, 30])
+def test_logprobs(dtype: torch.dtype, vocab: int) -> None:
+    torch.manual_seed(vocab)
+    logits = (torch.randn(8, vocab, device=CUDA) * 3).to(dtype)
+    logits[1, 5:] = -INF
+    logits[2, 3] = NAN
+    logits[3] = 0.25
+    logits[4, : vocab // 2] = 20  # more ties than fit in shared memory
+    token = torch.randint(vocab, (8,), device=CUDA)
+    token[1] = 9
+    for count in (0, 1, 20):
+        like = torch.full((8, count), -77.0, device=CUDA)
+        out = like.new_full((8,), NAN), token.new_full((8,), -77), like.long(), like
+        own, rank, ids, values = ops(logits).top_logprobs(logits, token, count, out)
+        wanted = logits.double().log_softmax(-1).nan_to_num(nan=-9999.0).clamp(min=-9999)
+        mine = wanted.gather(-1, token[:, None])
+        torch.testing.assert_close(own.double(), mine.squeeze(-1), rtol=1e-6, atol=2e-6)
+        assert torch.equal(rank, (wanted > mine).sum(-1) + 1)
+        torch.testing.assert_close(values.double(), wanted.gather(-1, ids), rtol=1e-6, atol=2e-6)
+        best = wanted.sort(dim=-1, descending=True, stable=True)
+        good = torch.arange(8, device=CUDA) != 2
+        assert torch.equal(ids[good], best.indices[good, :count])
+
+
+def test_replay_of_a_graph_draws_anew_by_position() -> None:
+    logits = torch.randn(6, 151_936, device=CUDA)
+    found = ops(logits)
+    seed, choice, position = torch.zeros(3, 6, dtype=torch.int64, device=CUDA).unbind()
+    parameters = columns(6, top_k=40, top_p=0.9)
+    out = found.sample(logits, *parameters, (seed, choice, position))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.sample(logits, *parameters, (seed, choice, position), out)
+        result = found.top_logprobs(logits, out, 5)
+    for step in range(3):
+        position.fill_(step)
+        logits.normal_()
+        graph.replay()
+        replayed, ids = out.clone(), result[2].clone()
+        assert torch.equal(replayed, found.sample(logits, *parameters, sampling.uniforms(seed, choice, position)))
+        assert torch.equal(ids, logits.topk(5).indices)
+
+
+def test_bad_input_is_refused_before_a_launch() -> None:
+    logits = torch.zeros(4, 1000, device=CUDA)
+    found = ops(logits)
+    uniform = torch.zeros(4, dtype=torch.float64, device=CUDA)
+    with pytest.raises(KernelError, match="made for"):
+        found.greedy(logits.half())
+    with pytest.raises(KernelError, match="made for"):
+        found.greedy(torch.zeros(6, 1000, device=CUDA))
+    with pytest.raises(KernelError, match="rows packed"):
+        found.greedy(torch.zeros(1000, 4, device=CUDA).T)
+    with pytest.raises(KernelError, match="uniform"):
+        found.sample(logits, *columns(4), uniform.float())
+    with pytest.raises(KernelError, match="top_k"):
+        found.sample(logits, *(c.float() for c in columns(4)), uniform)
+    with pytest.raises(KernelError, match="log-probabilities"):
+        found.top_logprobs(logits, torch.zeros(4, dtype=torch.int64, device=CUDA), 1001)

@@ -1,0 +1,121 @@
+"""Time the norms, the activation, the gather and sampling, beside the copy bandwidth of the same process.
+
+Times are medians of graph replays; each graph rotates over copies of its data that together exceed the L2 cache five
+times. `--warm` leaves sampling's logits where the output layer would: in L2, as far as they fit.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels import cuda_elementwise
+from kernels.cuda_sampling import Sampling
+from kernels.launcher import probe
+from tools.bench_kernels import copy_bandwidth, time_calls
+from tools.environment import describe
+
+DEVICE = torch.device("cuda")
+L2_TIMES_FIVE = 320 << 20
+VOCAB = 151_936
+# name: scale of the normal logits, temperature, top_k, top_p, min_p
+SAMPLERS: dict[str, tuple[float, float, int, float, float] | None] = {
+    "greedy": None,
+    "no filter": (2.0, 1.0, 0, 1.0, 0.0),
+    "top_k 50, top_p 0.9": (2.0, 1.0, 50, 0.9, 0.0),
+    "top_p 0.9, peaked": (4.0, 1.0, 0, 0.9, 0.0),
+    "top_p 0.9, flat": (1.0, 1.0, 0, 0.9, 0.0),
+    "min_p 0.05": (2.0, 1.0, 0, 1.0, 0.05),
+    "logprobs 20": (2.0, 1.0, 0, 1.0, 0.0),
+}
+
+
+def repeated(calls: list[Callable[[], object]]) -> list[Callable[[], object]]:
+    """At least 20 calls, so that a replay's start does not count."""
+    return calls * max(1, -(-20 // len(calls)))
+
+
+def elementwise(op: str, tokens: int, width: int, bandwidth: float) -> dict[str, Any]:
+    per_token = {"rms_norm": 2, "add_rms_norm": 4, "silu_mul": 3, "embedding": 2}[op] * width * 2
+    copies = max(1, -(-L2_TIMES_FIVE // (tokens * per_token)))
+    factor = 2 if op == "silu_mul" else 1
+    calls: list[Callable[[], object]] = []
+    weight = torch.randn(width, device=DEVICE).bfloat16()
+    table = torch.randn(150_000, width, device=DEVICE).bfloat16() if op == "embedding" else weight
+    for _ in range(copies):
+        x = torch.randn(tokens, factor * width, device=DEVICE).bfloat16()
+        out, residual = (torch.empty(tokens, width, dtype=x.dtype, device=DEVICE).normal_() for _ in range(2))
+        ids = torch.randint(150_000, (tokens,), device=DEVICE)
+        if op == "rms_norm":
+            calls.append(lambda x=x, out=out: cuda_elementwise.rms_norm(x, weight, 1e-6, out))
+        elif op == "add_rms_norm":
+            calls.append(lambda x=x, r=residual, out=out: cuda_elementwise.add_rms_norm(x, r, weight, 1e-6, out))
+        elif op == "silu_mul":
+            calls.append(lambda x=x, out=out: cuda_elementwise.silu_mul(x, out))
+        else:
+            calls.append(lambda ids=ids, out=out: cuda_elementwise.embedding(ids, table, out))
+    times = time_calls(repeated(calls))
+    rate = tokens * per_token / times["us"] / 1e6
+    return {"op": op, "tokens": tokens, "width": width} | times | {"TB/s": rate, "of copy": rate / bandwidth}
+
+
+def sampler(name: str, rows: int, dtype: torch.dtype, warm: bool) -> dict[str, Any]:
+    scale, temperature, top_k, top_p, min_p = SAMPLERS[name] or (2.0, 0.0, 0, 1.0, 0.0)
+    size = rows * VOCAB * dtype.itemsize
+    copies = 1 if warm else max(1, -(-L2_TIMES_FIVE // size))
+    batches = [(torch.randn(rows, VOCAB, device=DEVICE) * scale).to(dtype) for _ in range(copies)]
+    found = Sampling(rows, VOCAB, dtype, DEVICE)
+    parameters = [
+        torch.full((rows,), temperature, device=DEVICE),
+        torch.full((rows,), top_k, device=DEVICE),
+        torch.full((rows,), top_p, device=DEVICE),
+        torch.full((rows,), min_p, device=DEVICE),
+    ]
+    place = tuple(torch.arange(rows, device=DEVICE) for _ in range(3))
+    token = place[0]
+    if name == "greedy":
+        calls: list[Callable[[], object]] = [lambda x=x: found.greedy(x) for x in batches]
+    elif name == "logprobs 20":
+        calls = [lambda x=x: found.top_logprobs(x, token, 20) for x in batches]
+    else:
+        calls = [lambda x=x: found.sample(x, *parameters, place) for x in batches]
+    times = time_calls(repeated(calls))
+    result = {"op": name, "rows": rows, "dtype": str(dtype).removeprefix("torch."), "cache": "warm" if warm else "cold"}
+    return result | times | {"TB/s": size / times["us"] / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--warm", action="store_true", help="sampling also with its logits in L2")
+    options = parser.parse_args()
+    probe(0)
+    bandwidth = copy_bandwidth()
+    print(f"copy {bandwidth:.2f} TB/s")
+    results = []
+    shapes = [("rms_norm", 2048), ("rms_norm", 3584), ("add_rms_norm", 2048), ("add_rms_norm", 3584)]
+    shapes += [("silu_mul", 11_008), ("silu_mul", 18_944), ("embedding", 2048)]
+    for tokens in (1, 64, 8192):
+        for op, width in shapes:
+            results.append(elementwise(op, tokens, width, bandwidth))
+            r = results[-1]
+            print(f"{op:14} {tokens:5} x {width:6} {r['us']:8.2f} us {r['TB/s']:5.2f} TB/s {r['of copy']:5.0%} of copy")
+    for name in SAMPLERS:
+        for rows in (1, 8, 32, 256):
+            for dtype in (torch.float32, torch.bfloat16):
+                for warm in (False, True) if options.warm else (False,):
+                    results.append(sampler(name, rows, dtype, warm))
+                    r = results[-1]
+                    print(
+                        f"{name:20} {rows:3} rows {r['dtype']:8} {r['cache']} {r['us']:7.2f} us {r['TB/s']:5.2f} TB/s"
+                    )
+    if options.output:
+        report = describe() | {"copy_TB/s": bandwidth, "results": results}
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
