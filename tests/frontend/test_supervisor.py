@@ -209,7 +209,7 @@ def test_a_second_signal_kills_at_once(short_path: Path) -> None:
 
     async def scenario(engine: Engine) -> None:
         nonlocal started
-        await engine.until(lambda: engine.progress == [(1, 2)] and len(engine.supervisor._children) == 4)
+        await engine.until(lambda: engine.progress == [(1, 2)] and len(engine.supervisor._children) == 3)
         started = time.monotonic()
         stop()
         await engine.until(lambda: not engine.child(API).is_alive)
