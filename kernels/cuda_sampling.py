@@ -57,8 +57,8 @@ class Sampling:
         self._sums = torch.empty((max_rows, self._parts), dtype=torch.float32, device=device)
         self._above = torch.empty((max_rows, self._parts), dtype=torch.int32, device=device)
         index = self._best.device.index
-        self._scan = kernel(_variant("scan_logits.cu", dtype, 0), "6Pq2i", 256, index)
-        self._scan_logprobs = kernel(_variant("scan_logits.cu", dtype, 1), "6Pq2i", 256, index)
+        self._scan = kernel(_variant("scan_logits.cu", dtype, 0), "6Pq2i", 128, index)
+        self._scan_logprobs = kernel(_variant("scan_logits.cu", dtype, 1), "6Pq2i", 128, index)
         self._sample = kernel(_variant("sampling.cu", dtype), "13Pq2i", _ROW_THREADS, index)
         self._logprobs = kernel(_variant("top_logprobs.cu", dtype), "9Pq3i", _ROW_THREADS, index)
 
@@ -124,7 +124,7 @@ class Sampling:
         if rows:
             scratch = self._best.data_ptr(), self._sums.data_ptr(), self._above.data_ptr()
             layout = logits.stride(0) * logits.element_size(), vocab, parts
-            grid = -(-parts // 8), rows, 1
+            grid = -(-parts // 4), rows, 1
             self._scan_logprobs(grid, logits.data_ptr(), 0, token.data_ptr(), *scratch, *layout)
             results = (x.data_ptr() for x in (own, rank, ids, values))
             self._logprobs((rows, 1, 1), logits.data_ptr(), *scratch, token.data_ptr(), *results, *layout, count)
@@ -147,7 +147,7 @@ class Sampling:
             return
         pointer, best, sums = logits.data_ptr(), self._best.data_ptr(), self._sums.data_ptr()
         layout = logits.stride(0) * logits.element_size(), vocab, parts
-        self._scan((-(-parts // 8), rows, 1), pointer, columns[0], 0, best, sums, 0, *layout)
+        self._scan((-(-parts // 4), rows, 1), pointer, columns[0], 0, best, sums, 0, *layout)
         last = 0 if drawn is None else drawn.data_ptr()
         self._sample((rows, 1, 1), pointer, best, sums, *columns, out.data_ptr(), last, *layout)
 

@@ -1,7 +1,7 @@
 // One token per row, after `scan_logits.cu`: one block finds the cut of min_p, top_k and top_p, and draws.
 //
-// Nearly always what can survive the filters lies in a few parts, and is compared each with each in shared memory; where
-// it doesn't (flat rows), `search` goes over the row a few times more.
+// Nearly always what can survive the filters lies in a few parts, and is sorted in shared memory; where it doesn't (flat
+// rows), `search` goes over the row a few times more.
 //
 // Macros: LOGITS.
 #define ROW_THREADS 512
@@ -24,8 +24,6 @@ struct Params {
     i64 row_stride;            // bytes
     int vocab, parts;
 };
-
-constexpr int NUCLEUS_PARTS = 100;  // a first guess: the nucleus lies in the best so many parts
 
 // Philox4x32-10 keyed by the seed, counting positions and choices; 53 bits. Salmon et al., SC11.
 DEVICE double draw_uniform(u64 seed, u64 choice, u64 position) {
@@ -55,51 +53,69 @@ DEVICE u64 cut_of_weight(const Weight& weight, u64 peak, float least) {
     return (u64)low << 32;
 }
 
-// The rank from which on elements survive. k is 0 if off; a share of 1 is off.
-DEVICE u64 cut_of_row(Shared& s, const Row& row, const float* sums, const Weight& weight, u64 peak, int k, double share,
-                      float min_p) {
-    const u64 floor = min_p > 0 ? cut_of_weight(weight, peak, min_p) : 0;
-    u64 low = floor, total = 0;
-    const bool guess = share < 1 && !k && !floor;
-    if (k && k <= row.parts) low = max(low, bound_of(s, row.parts, k));
-    if (guess) {
-        total = load_mass(s, sums, row.parts, weight);
-        if (row.vocab > CANDIDATES) low = bound_of(s, row.parts, min(NUCLEUS_PARTS, (row.parts + 2) / 3));
-    }
-    int n = 0;
-    if (low || row.vocab <= CANDIDATES) {
-        n = gather(s, row, weight, low, peak);
-        if (n <= CANDIDATES) {
-            const int limit = k ? min(k, n) : n;
-            Place places[CANDIDATES / ROW_THREADS];
-            u64 mine = 0;
-#pragma unroll
-            for (int i = 0; i < CANDIDATES / ROW_THREADS; i++) {
-                places[i] = place_of(s, n, i);
-                if (places[i].before < limit) mine += places[i].own;
-            }
-            const u64 mass = sum_of_block(s, mine), goal = goal_of(share, guess ? total : mass);
-            if (mass >= goal) {
-#pragma unroll
-                for (int i = 0; i < CANDIDATES / ROW_THREADS; i++) {
-                    const Place& p = places[i];
-                    bool last = share < 1 ? p.mass < goal && goal <= p.mass + p.own : p.before == limit - 1;
-                    if (p.before < limit && last) s.cut = p.rank;
-                }
-                __syncthreads();
-                return s.cut;
-            }
-        }
-    }
-    low = floor;
+struct Filters {
+    int k;         // 0: off
+    double share;  // top_p; 1: off
+    float min_p;   // 0: off
+    u64 floor;     // the rank of min_p; 0: off
+};
+
+// Brings what survives the filters into the candidates; returns how many there are, 0 if that is not known to be all.
+DEVICE int collect(Shared& s, const Row& row, const float* sums, const Weight& weight, u64 peak, const Filters& f) {
+    const bool guess = f.share < 1 && !f.k && !f.floor;  // that the nucleus lies in the best parts
+    const u64 goal = guess ? goal_of(f.share, load_mass(s, sums, row.parts, weight)) : 0;
 #pragma unroll 1
-    for (int step = k ? 0 : 1; step < (share < 1 ? 2 : 1); step++)  // top_k, then top_p
-        low = search(s, row, weight, peak, low, step ? 0 : k, share);
+    for (bool last = !guess;; last = true) {
+        const int most = !guess ? f.k : last ? row.parts - row.parts / 32 : max(1, row.parts / 7);
+        u64 low = f.floor;
+        if (most && most <= row.parts && row.vocab > CANDIDATES) low = max(low, bound_of(s, row.parts, most, peak));
+        if (!low && row.vocab > CANDIDATES) return 0;
+        int n = gather(s, row, low, peak);
+        if (n > CANDIDATES) return 0;
+        if (f.k || f.share < 1) {
+            sort(s, n);
+            n = f.k ? min(f.k, n) : n;
+            if (f.share < 1) n = reach(s, weight, n, goal, f.share);
+        }
+        if (n || last) return n;
+    }
+}
+
+// The rank from which on elements survive, where they are too many to be candidates.
+DEVICE u64 cut_of_row(Shared& s, const Row& row, const Weight& weight, u64 peak, const Filters& f) {
+    u64 low = f.floor;
+#pragma unroll 1
+    for (int step = f.k ? 0 : 1; step < (f.share < 1 ? 2 : 1); step++)  // top_k, then top_p
+        low = search(s, row, weight, peak, low, step ? 0 : f.k, f.share);
     return low;
+}
+
+DEVICE u64 target_of(double uniform, u64 total) { return min(total - 1, (u64)(uniform * (double)total)); }
+
+// Draws from the first n candidates, in the order of ids.
+DEVICE void draw(Shared& s, const Weight& weight, int n, double uniform, i64* out) {
+    constexpr int OWN = CANDIDATES / ROW_THREADS;
+    for (int i = threadIdx.x; i < n; i += ROW_THREADS) s.candidate[i] = s.candidate[i] << 32 | s.candidate[i] >> 32;
+    sort(s, n);
+    u64 own[OWN], mine = 0, total;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        int at = threadIdx.x * OWN + i;
+        mine += own[i] = at < n ? fixed(weight(value((u32)s.candidate[at]))) : 0;
+    }
+    u64 before = exclusive_scan(s, mine, total);
+    const u64 target = target_of(uniform, total);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        if (before <= target && target < before + own[i])
+            *out = (int)~(u32)(s.candidate[threadIdx.x * OWN + i] >> 32);
+        before += own[i];
+    }
 }
 
 // Parts' masses of what ranks from the cut on; returns their sum.
 DEVICE u64 mass_from(Shared& s, const Row& row, const Weight& weight, u64 cut) {
+    const float least = least_from(cut);
     u64 mine = 0;
     for (int part = warp(); part < row.parts; part += WARPS) {
         u64 mass = 0;
@@ -108,7 +124,7 @@ DEVICE u64 mass_from(Shared& s, const Row& row, const Weight& weight, u64 cut) {
             load_part(x, row, part);
 #pragma unroll
             for (int j = 0; j < PER_LANE; j++)
-                if (rank_of(x[j], id_of(part, j)) >= cut) mass += fixed(weight(x[j]));
+                if (x[j] >= least && rank_of(x[j], id_of(part, j)) >= cut) mass += fixed(weight(x[j]));
             mass = __shfl_sync(FULL_WARP, inclusive_scan_of_warp(mass), 31);
         }
         if (lane() == 0) {
@@ -145,26 +161,37 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) sampling(Params p) 
     __shared__ Shared s;
     const int at = blockIdx.x;
     const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts};
-    const u64 peak = load_best(s, p.best + (i64)at * p.parts, p.parts);
-    const float temperature = p.temperature ? p.temperature[at] : 0.0f;
+    float temperature = 0;
     double uniform = 0;
+    Filters f = {0, 1.0, 0, 0};
     if (p.temperature) {
+        const i64 k = p.top_k[at];
+        temperature = p.temperature[at];
+        f = {k > 0 && k < p.vocab ? (int)k : 0, fminf(p.top_p[at], 1.0f), p.min_p[at], 0};
         uniform = p.uniform ? p.uniform[at] : draw_uniform(p.seed[at], p.choice[at], p.position[at]);
         if (p.drawn && threadIdx.x == 0) p.drawn[at] = uniform;
     }
+    const u64 peak = load_best(s, p.best + (i64)at * p.parts, p.parts);
     if (!is_finite(peak) || temperature < 1e-5f) {
         if (threadIdx.x == 0) p.out[at] = is_finite(peak) ? id_of_rank(peak) : -1;
         return;
     }
     const Weight weight(value_of_rank(peak), temperature);
     const float* sums = p.sums + (i64)at * p.parts;
-    const int k = p.top_k[at] > 0 && p.top_k[at] < p.vocab ? (int)p.top_k[at] : 0;
-    const float top_p = p.top_p[at], min_p = p.min_p[at];
-    const bool filtered = k || top_p < 1 || min_p > 0;
-    const u64 cut = filtered ? cut_of_row(s, row, sums, weight, peak, k, top_p < 1 ? top_p : 1.0, min_p) : 0;
+    const bool filtered = f.k || f.share < 1 || f.min_p > 0;
+    u64 cut = 0;
+    if (filtered) {
+        if (f.min_p > 0) f.floor = cut_of_weight(weight, peak, f.min_p);
+        int n = collect(s, row, sums, weight, peak, f);
+        if (n) {
+            draw(s, weight, n, uniform, p.out + at);
+            return;
+        }
+        cut = cut_of_row(s, row, weight, peak, f);
+    }
     __syncthreads();
     const u64 total = filtered ? mass_from(s, row, weight, cut) : load_mass(s, sums, p.parts, weight);
-    const u64 target = min(total - 1, (u64)(uniform * (double)total));
+    const u64 target = target_of(uniform, total);
     u64 own[EACH], mine = 0, unused;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {

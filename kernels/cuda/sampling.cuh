@@ -86,16 +86,16 @@ DEVICE u64 fixed(float weight) { return __float2ull_rn(weight * ONE); }
 
 #ifdef ROW_THREADS
 constexpr int WARPS = ROW_THREADS / 32, EACH = MOST_PARTS / ROW_THREADS;
-constexpr int CANDIDATES = 1024, BUCKETS = 1024;
+constexpr int CANDIDATES = 2048, BUCKETS = 1024;
 
 struct Shared {
     u64 best[MOST_PARTS], mass[MOST_PARTS];  // of each part
     union {
-        struct { u64 rank[CANDIDATES], weight[CANDIDATES]; } candidate;
+        u64 candidate[CANDIDATES];
         struct { u32 count[BUCKETS], low[BUCKETS], high[BUCKETS]; } bucket;
     };
     u16 list[MOST_PARTS];
-    u64 warp[WARPS], cut, ahead, own;
+    u64 warp[WARPS], ahead, own;
     int listed, gathered, chosen, inside;
 };
 
@@ -156,39 +156,60 @@ DEVICE u64 load_mass(Shared& s, const float* sums, int parts, const Weight& weig
     return sum_of_block(s, mine);
 }
 
-// The count-th best of the parts' best, which the row's count-th best can't be below. 1 <= count <= parts.
-DEVICE u64 bound_of(Shared& s, int parts, int count) {
-    for (int part = threadIdx.x; part < parts; part += ROW_THREADS) {
-        u64 own = s.best[part];
-        int higher = 0;
-#pragma unroll 8
-        for (int i = 0; i < parts; i++) higher += s.best[i] > own;
-        if (higher == count - 1) s.cut = own;
+// A rank from which on at least `count` parts have their best, so that the row's count-th best is not below it; not many
+// more parts do. 1 <= count <= parts.
+DEVICE u64 bound_of(Shared& s, int parts, int count, u64 peak) {
+    u32 own[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int part = threadIdx.x + i * ROW_THREADS;
+        own[i] = part < parts ? (u32)(s.best[part] >> 32) : 0;
     }
-    __syncthreads();
-    return s.cut;
+    u32 low = MINUS_INFINITY, high = (u32)(peak >> 32);  // the bound lies in low .. high
+    while (low < high) {
+        u32 middle = high - (high - low) / 2;
+        int found = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (i * ROW_THREADS < parts) found += __syncthreads_count(own[i] >= middle);
+        if (found >= count) {
+            low = middle;
+            if (found <= count + count / 8) break;
+        } else {
+            high = middle - 1;
+        }
+    }
+    return (u64)low << 32;
 }
 
+// A float that nothing from this rank on is below.
+DEVICE float least_from(u64 rank) { return rank >> 32 > MINUS_INFINITY ? value_of_rank(rank) : negative_infinity(); }
+
 // Collects what ranks from low to high; returns how many there are, of which up to CANDIDATES are kept, in any order.
-DEVICE int gather(Shared& s, const Row& row, const Weight& weight, u64 low, u64 high) {
+DEVICE int gather(Shared& s, const Row& row, u64 low, u64 high) {
     __syncthreads();
     if (threadIdx.x == 0) s.listed = s.gathered = 0;
     __syncthreads();
     for (int part = threadIdx.x; part < row.parts; part += ROW_THREADS)
         if (s.best[part] >= low) s.list[atomicAdd(&s.listed, 1)] = part;
     __syncthreads();
-    for (int i = warp(); i < s.listed; i += WARPS) {
-        int part = s.list[i];
-        float x[PER_LANE];
-        load_part(x, row, part);
+    const float least = least_from(low);
+    for (int i = warp(); i < s.listed; i += 2 * WARPS) {
+        int part[2] = {s.list[i], i + WARPS < s.listed ? s.list[i + WARPS] : -1};
+        float x[2][PER_LANE];  // two at once hide each other's latency
+        load_part(x[0], row, part[0]);
+        if (part[1] >= 0) load_part(x[1], row, part[1]);
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            u64 rank = rank_of(x[j], id_of(part, j));
-            if (rank < low || rank > high || id_of(part, j) >= row.vocab) continue;
-            int at = atomicAdd(&s.gathered, 1);
-            if (at < CANDIDATES) {
-                s.candidate.rank[at] = rank;
-                s.candidate.weight[at] = fixed(weight(x[j]));
+        for (int half = 0; half < 2; half++) {
+            if (part[half] < 0) break;
+#pragma unroll
+            for (int j = 0; j < PER_LANE; j++) {
+                if (!__any_sync(FULL_WARP, x[half][j] >= least)) continue;
+                int id = id_of(part[half], j);
+                u64 rank = rank_of(x[half][j], id);
+                if (rank < low || rank > high || id >= row.vocab) continue;
+                int at = atomicAdd(&s.gathered, 1);
+                if (at < CANDIDATES) s.candidate[at] = rank;
             }
         }
     }
@@ -196,24 +217,62 @@ DEVICE int gather(Shared& s, const Row& row, const Weight& weight, u64 low, u64 
     return s.gathered;
 }
 
-struct Place { u64 rank, mass, own; int before; };  // `before` and `mass`: of the candidates that rank higher
-
-// This thread's i-th candidate among n; `before` is n where there is none.
-DEVICE Place place_of(const Shared& s, int n, int i) {
-    int at = threadIdx.x + i * ROW_THREADS;
-    if (at >= n) return {0, 0, 0, n};
-    Place p = {s.candidate.rank[at], 0, s.candidate.weight[at], 0};
-#pragma unroll 4
-    for (int j = 0; j < n; j++)
-        if (s.candidate.rank[j] > p.rank) {
-            p.before++;
-            p.mass += s.candidate.weight[j];
+// Sorts n candidates, the highest first: few by counting, more by a bitonic network.
+DEVICE void sort(Shared& s, int n) {
+    if (n <= 256) {
+        const u64 own = threadIdx.x < n ? s.candidate[threadIdx.x] : 0;
+        int higher = 0;
+        __syncthreads();
+        if (threadIdx.x < n)
+#pragma unroll 8
+            for (int i = 0; i < n; i++) higher += s.candidate[i] > own;
+        __syncthreads();
+        if (threadIdx.x < n) s.candidate[higher] = own;
+        __syncthreads();
+        return;
+    }
+    int size = 64;
+    while (size < n) size *= 2;
+    for (int i = n + threadIdx.x; i < size; i += ROW_THREADS) s.candidate[i] = 0;
+    __syncthreads();
+    for (int run = 2; run <= size; run *= 2)
+        for (int step = run / 2; step; step /= 2) {
+            for (int t = threadIdx.x; t < size / 2; t += ROW_THREADS) {
+                int at = 2 * t - (t & (step - 1));
+                u64 a = s.candidate[at], b = s.candidate[at + step];
+                if ((a < b) == ((at & run) == 0)) s.candidate[at] = b, s.candidate[at + step] = a;
+            }
+            // Up to 32 apart, a warp stays inside the same 64 places.
+            if (step >= 64 || (step == 1 && run >= 64)) __syncthreads();
+            else __syncwarp();
         }
-    return p;
+    __syncthreads();
 }
 
 DEVICE u64 goal_of(double share, u64 total) {
     return min(total, max(1ull, __double2ull_ru(share * (double)total)));
+}
+
+// How many of the first n sorted candidates it takes until their mass reaches the goal; 0 if it doesn't. A goal of 0 is
+// taken to be `share` of the mass of the n.
+DEVICE int reach(Shared& s, const Weight& weight, int n, u64 goal, double share) {
+    constexpr int OWN = CANDIDATES / ROW_THREADS;
+    u64 own[OWN], mine = 0, total;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        int at = threadIdx.x * OWN + i;
+        mine += own[i] = at < n ? fixed(weight(value_of_rank(s.candidate[at]))) : 0;
+    }
+    u64 before = exclusive_scan(s, mine, total);
+    if (!goal) goal = goal_of(share, total);
+    if (total < goal) return 0;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        if (before < goal && goal <= before + own[i]) s.chosen = threadIdx.x * OWN + i + 1;
+        before += own[i];
+    }
+    __syncthreads();
+    return s.chosen;
 }
 
 // -- the search ------------------------------------------------------------------------------------------------------
@@ -237,12 +296,14 @@ DEVICE void fill_buckets(Shared& s, const Row& row, const Weight& weight, u64 lo
     __syncthreads();
     for (int i = threadIdx.x; i < BUCKETS; i += ROW_THREADS) s.bucket.count[i] = s.bucket.low[i] = s.bucket.high[i] = 0;
     __syncthreads();
+    const float least = least_from(low);
     for (int part = warp(); part < row.parts; part += WARPS) {
         if (s.best[part] < low) continue;
         float x[PER_LANE];
         load_part(x, row, part);
 #pragma unroll
         for (int j = 0; j < PER_LANE; j++) {
+            if (x[j] < least) continue;
             u64 rank = rank_of(x[j], id_of(part, j));
             if (rank < low || rank > high || id_of(part, j) >= row.vocab) continue;
             int bucket = shift < 0 ? distance(x[j], weight.peak, scale) : (int)(high - rank >> shift);
@@ -299,13 +360,8 @@ DEVICE u64 search(Shared& s, const Row& row, const Weight& weight, u64 peak, u64
         }
         shift = max(0, 64 - __clzll(high - low) - 10);
     } while (s.inside > CANDIDATES);
-    int n = gather(s, row, weight, low, high);
-    for (int i = 0; i < CANDIDATES / ROW_THREADS; i++) {
-        Place p = place_of(s, n, i);
-        u64 before = ahead + (count ? p.before : p.mass), own = count ? 1 : p.own;
-        if (p.before < n && before < goal && goal <= before + own) s.cut = p.rank;
-    }
-    __syncthreads();
-    return s.cut;
+    int n = gather(s, row, low, high);
+    sort(s, n);
+    return s.candidate[(count ? (int)(goal - ahead) : reach(s, weight, n, goal - ahead, 1.0)) - 1];
 }
 #endif

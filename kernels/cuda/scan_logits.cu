@@ -14,25 +14,27 @@ struct Params {
     int vocab, parts;
 };
 
-extern "C" __global__ void __launch_bounds__(256) scan_logits(Params p) {
-    const int part = blockIdx.x * 8 + threadIdx.x / 32, at = blockIdx.y;
+extern "C" __global__ void __launch_bounds__(128) scan_logits(Params p) {
+    const int part = blockIdx.x * 4 + threadIdx.x / 32, at = blockIdx.y;
     if (part >= p.parts) return;
     const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts};
     const float temperature = LOGPROBS ? 1.0f : p.temperature ? p.temperature[at] : 0.0f;
     float x[PER_LANE];
     load_part(x, row, part);
-    u32 top = 0;
-    int id = 0;
+    float top = x[0];
 #pragma unroll
-    for (int j = 0; j < PER_LANE; j++) {
-        u32 ordered = order(x[j]);
-        if (ordered > top) top = ordered, id = id_of(part, j);
+    for (int j = 1; j < PER_LANE; j++) asm("max.NaN.f32 %0, %0, %1;" : "+f"(top) : "f"(x[j]));
+    const u32 best = __reduce_max_sync(FULL_WARP, order(top));
+    u32 id = ~0u;
+    if (order(top) == best) {
+#pragma unroll
+        for (int j = PER_LANE - 1; j >= 0; j--)
+            if (x[j] == top) id = id_of(part, j);
     }
-    const u32 best = __reduce_max_sync(FULL_WARP, top);
-    id = __reduce_min_sync(FULL_WARP, top == best ? (u32)id : ~0u);
+    id = __reduce_min_sync(FULL_WARP, id);
     const i64 index = (i64)at * p.parts + part;
     const bool first = threadIdx.x % 32 == 0;
-    if (first) p.best[index] = (u64)best << 32 | (u32)~id;
+    if (first) p.best[index] = (u64)best << 32 | ~id;
 #if LOGPROBS
     const float own = load_logit(row, (int)min(max(p.token[at], 0ll), (i64)p.vocab - 1));
     u32 above = 0;

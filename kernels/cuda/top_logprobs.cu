@@ -20,7 +20,7 @@ struct Params {
 
 constexpr float LEAST = -9999.0f;  // stands for minus infinity and NaN
 
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2) top_logprobs(Params p) {
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) top_logprobs(Params p) {
     __shared__ Shared s;
     const int at = blockIdx.x;
     const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts};
@@ -45,13 +45,13 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2) top_logprobs(Params
         p.rank[at] = (i64)above + 1;
     }
     if (p.count == 0) return;
-    u64 low = p.count <= p.parts ? bound_of(s, p.parts, p.count) : 0;
-    int n = gather(s, row, weight, low, peak);
-    if (n > CANDIDATES) n = gather(s, row, weight, search(s, row, weight, peak, 0, p.count, 1.0), peak);
-    for (int i = 0; i < CANDIDATES / ROW_THREADS; i++) {
-        Place place = place_of(s, n, i);
-        if (place.before >= min(p.count, n)) continue;
-        p.ids[(i64)at * p.count + place.before] = id_of_rank(place.rank);
-        p.values[(i64)at * p.count + place.before] = fmaxf(value_of_rank(place.rank) - weight.peak - log_mass, LEAST);
+    u64 low = p.count <= p.parts ? bound_of(s, p.parts, p.count, peak) : 0;
+    int n = gather(s, row, low, peak);
+    if (n > CANDIDATES) n = gather(s, row, search(s, row, weight, peak, 0, p.count, 1.0), peak);
+    sort(s, n);
+    for (int i = threadIdx.x; i < p.count; i += ROW_THREADS) {
+        u64 rank = s.candidate[i];
+        p.ids[(i64)at * p.count + i] = id_of_rank(rank);
+        p.values[(i64)at * p.count + i] = fmaxf(value_of_rank(rank) - weight.peak - log_mass, LEAST);
     }
 }
