@@ -1,8 +1,8 @@
 // What the sampling kernels share: parts of a row, ranks, weights in fixed point, and the search for a cut.
 //
 // A row of logits is cut into parts of 512 ids; `scan_logits.cu` leaves each part's best and sum, and then one block per
-// row reads again only the parts that matter. Every sum over tokens is an integer, so that neither the order of additions
-// nor of atomics, nor the batch, changes a result.
+// row reads again only the parts that matter. Sums of a part have a fixed order, all others are of integers, so that
+// neither the order of atomics nor the batch changes a result.
 //
 // Macros: LOGITS (0 float32, 1 float16, 2 bfloat16).
 #pragma once
@@ -34,7 +34,8 @@ DEVICE void load_part(float (&x)[PER_LANE], const Row& row, int part) {
             u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int j = 0; j < VECTOR; j++)
-                x[i + j] = LOGITS == 0 ? as_float(words[j % 4]) : widen<LOGITS == 2>((u16)(words[j / 2 % 4] >> (j % 2 * 16)));
+                x[i + j] = LOGITS == 0 ? as_float(words[j % 4])
+                                       : widen<LOGITS == 2>((u16)(words[j / 2 % 4] >> (j % 2 * 16)));
         }
     } else {
 #pragma unroll
@@ -156,8 +157,8 @@ DEVICE u64 load_mass(Shared& s, const float* sums, int parts, const Weight& weig
     return sum_of_block(s, mine);
 }
 
-// A rank from which on at least `count` parts have their best, so that the row's count-th best is not below it; not many
-// more parts do. 1 <= count <= parts.
+// A rank from which on at least `count` parts have their best, so that the row's count-th best is not below it; not
+// many more parts do. 1 <= count <= parts.
 DEVICE u64 bound_of(Shared& s, int parts, int count, u64 peak) {
     u32 own[EACH];
 #pragma unroll
@@ -276,8 +277,8 @@ DEVICE int reach(Shared& s, const Weight& weight, int n, u64 goal, double share)
 }
 
 // -- the search ------------------------------------------------------------------------------------------------------
-// Buckets of the ranks that are in question, and again buckets of the one bucket where the goal is reached, until so few
-// are left that each can be compared with each. The first buckets are of equal width in x.
+// Buckets of the ranks that are in question, and again buckets of the one bucket where the goal is reached, until so
+// few are left that they can be sorted. The first buckets are of equal width in x.
 
 DEVICE int distance(float x, float peak, float scale) { return (int)fminf((peak - x) * scale, BUCKETS - 1.0f); }
 
@@ -317,8 +318,8 @@ DEVICE void fill_buckets(Shared& s, const Row& row, const Weight& weight, u64 lo
     __syncthreads();
 }
 
-// The rank of the last of the first `count` that rank from low on, or, if count is 0, of the fewest that have `share` of
-// their mass; low itself if there are no more than count.
+// The rank of the last of the first `count` that rank from low on, or, if count is 0, of the fewest that have `share`
+// of their mass; low itself if there are no more than count.
 DEVICE u64 search(Shared& s, const Row& row, const Weight& weight, u64 peak, u64 low, u64 count, double share) {
     const u64 start = low;
     const float scale = weight.high * (BUCKETS / 32 * 0.6931472f);
