@@ -27,12 +27,39 @@ class Row:
 
 
 @dataclass(slots=True, frozen=True)
+class Copy:
+    """One block image to move between the pools.
+
+    `tag` names the content: a copy out stores it beside the image, a copy in is refused unless it finds it there.
+    """
+
+    device: int  # block of the device pool
+    host: int  # block of the host pool
+    tag: int
+    out: bool  # device to host, else host to device
+
+
+@dataclass(slots=True, frozen=True)
+class Landed:
+    """What became of copies that were started together. `seconds` is the time that they took, all of them."""
+
+    copies: Sequence[Copy]
+    ok: bool
+    seconds: float
+
+
+@dataclass(slots=True, frozen=True)
 class StepPlan:
-    """One forward pass. Decode rows come first, then prefill chunks."""
+    """One forward pass, and the copies to start before it. Decode rows come first, then prefill chunks.
+
+    No row reads or writes a block that a copy fills, nor writes one that a copy reads. Without rows there is nothing
+    to compute.
+    """
 
     step: int
     decodes: list[Row]
     prefills: list[Row]
+    copies: list[Copy] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -4,9 +4,10 @@ Implementations: model_runner.py (torch) and null_runner.py (no model). A native
 more class of this shape.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from engine_core.plan import StepPlan, StepResult
+from engine_core.plan import Copy, Landed, StepPlan, StepResult
 
 
 class StepHandle(Protocol):
@@ -22,6 +23,24 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start the forward pass of `plan`. Steps run in the order of their launch."""
+        ...
+
+
+class Transfer(Protocol):
+    """Moves block images between the device pool and a host pool that it owns. Nothing here ever waits for a copy."""
+
+    host_blocks: int  # blocks of the host pool that may be used by now: it is made in the background, slab by slab
+
+    def start(self, copies: Sequence[Copy]) -> None:
+        """Start copies. Each is ordered after all steps launched so far; copies of one direction run in order."""
+        ...
+
+    def landed(self) -> list[Landed]:
+        """Copies that have ended since the last call, each exactly once."""
+        ...
+
+    def close(self) -> None:
+        """End the copying. What is in flight may be lost."""
         ...
 
 
