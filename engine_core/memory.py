@@ -133,7 +133,7 @@ def open_model(config: EngineConfig, device: torch.device, memory: tuple[int, in
     if path.is_dir():
         model = load_model_config(path)
         if any(path.glob("*.safetensors*")):
-            weights = SafetensorsWeights(path)
+            weights = SafetensorsWeights(path, model)
         tokens = _tokenizer_size(path / "tokenizer.json")
     else:
         file = GGUFFile(path)

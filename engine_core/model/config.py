@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ _ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
 }
 MAX_LAYERS = 4096  # no model is near it; what is kept per layer stays small whatever a file says
 # Keys that say nothing of the forward pass. Anything else that is set and not read below is refused.
 _HARMLESS = (
-    "_name_or_path architectures attention_dropout auto_map bos_token_id chunk_size_feed_forward dtype "
-    "id2label initializer_range is_llama_config label2id model_type output_attentions "
+    "_name_or_path architectures attention_dropout auto_map bos_token_id cache_implementation dtype "
+    "chunk_size_feed_forward id2label initializer_range is_llama_config label2id model_type output_attentions "
     "output_hidden_states pad_token_id problem_type return_dict tokenizer_class torch_dtype "
     "transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache "
     "_attn_implementation_autoset"
@@ -30,6 +31,12 @@ _READ = (
     "attention_bias tie_word_embeddings sliding_window use_sliding_window max_window_layers layer_types "
     "eos_token_id"
 )
+_READ_OF_GEMMA3 = (
+    "hidden_activation query_pre_attn_scalar final_logit_softcapping rope_local_base_freq sliding_window_pattern "
+    "_sliding_window_pattern"
+)
+_GEMMA3_THETAS, _GEMMA3_PATTERN = (1e6, 1e4), 6  # RoPE of full and of windowed layers; every 6th layer is a full one
+_GEMMA3_27B_LAYERS = 62
 _ONLY = {"mlp_bias": False, "pretraining_tp": 1, "partial_rotary_factor": 1.0, "rope_interleaved": False}
 _ROPE_KEYS = {
     "default": (),
@@ -81,6 +88,13 @@ class ModelConfig:
     qk_norm: bool = False
     tied_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None  # of the layers with a window, if theirs differs
+    attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0  # what the file's norm weights lack
+    output_norms: bool = False  # of attention and MLP, before they are added
+    activation: str = "silu"  # or gelu_tanh
+    logit_softcap: float = 0.0  # c * tanh(logits / c); 0: none
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -105,17 +119,19 @@ def from_hf(config: Mapping[str, Any], extra_eos: tuple[int, ...] = ()) -> Model
     architecture = _ARCHITECTURES.get(architectures[0])
     if architecture is None or len(architectures) != 1:
         raise _not_understood("architectures", architectures, f"known: {', '.join(_ARCHITECTURES)}")
-    known = {*_HARMLESS.split(), *_READ.split()}
+    known = {*_HARMLESS.split(), *_READ.split(), *(_READ_OF_GEMMA3.split() if architecture == "gemma3" else ())}
     for key, value in config.items():
         if key in _ONLY:
             if value not in (None, _ONLY[key]):
                 raise _not_understood(key, value)
         elif key not in known and value not in (None, False):
             raise _not_understood(key, value)
-    if config.get("hidden_act", "silu") != "silu":
-        raise _not_understood("hidden_act", config["hidden_act"])
+    key, activation = ("hidden_activation", "gelu_pytorch_tanh") if architecture == "gemma3" else ("hidden_act", "silu")
+    if config.get(key, activation) != activation:
+        raise _not_understood(key, config[key])
     try:
-        return _from_hf(config, architecture, extra_eos)
+        model = _from_hf(config, architecture, extra_eos)
+        return _gemma3_from_hf(config, model) if architecture == "gemma3" else model
     except KeyError as error:
         raise StartupError(f"config.json lacks {error}") from error
     except (TypeError, ValueError) as error:
@@ -125,7 +141,7 @@ def from_hf(config: Mapping[str, Any], extra_eos: tuple[int, ...] = ()) -> Model
 def _from_hf(config: Mapping[str, Any], architecture: str, extra_eos: tuple[int, ...]) -> ModelConfig:
     heads = int(config["num_attention_heads"])
     max_context = int(config["max_position_embeddings"])
-    rope = _rope_from_hf(config, max_context)
+    rope = _rope_from_hf(config if architecture != "gemma3" else _gemma3_rope(config), max_context)
     if rope.kind == "yarn":
         max_context = max(max_context, int(rope.original_max_position_embeddings * rope.factor))
     bias = bool(config.get("attention_bias", False))
@@ -144,10 +160,35 @@ def _from_hf(config: Mapping[str, Any], architecture: str, extra_eos: tuple[int,
         windows=_windows(config, architecture),
         qkv_bias=bias or architecture == "qwen2",
         output_bias=bias,
-        qk_norm=architecture == "qwen3",
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=architecture in ("qwen3", "gemma3"),
+        tied_embeddings=bool(config.get("tie_word_embeddings", architecture == "gemma3")),
         eos_token_ids=_unique(_id_list(config.get("eos_token_id")) + extra_eos),
     )
+
+
+def _gemma3_from_hf(config: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+    local = _gemma3_rope(config, "sliding_attention")
+    return replace(
+        _as_gemma3(model),
+        local_rope=_rope_from_hf(local, model.max_context),
+        attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        norm_offset=1.0,
+        logit_softcap=float(config.get("final_logit_softcapping") or 0),
+    )
+
+
+def _as_gemma3(model: ModelConfig) -> ModelConfig:
+    """What every Gemma 3 has."""
+    return replace(model, embedding_scale=model.hidden_size**0.5, output_norms=True, activation="gelu_tanh")
+
+
+def _gemma3_rope(config: Mapping[str, Any], layers: str = "full_attention") -> Mapping[str, Any]:
+    """A config with the RoPE keys of one kind of layers; old configs scale that of full ones only."""
+    local = layers == "sliding_attention"
+    found = (config.get("rope_parameters") or {}).get(layers)
+    theta = config.get("rope_local_base_freq" if local else "rope_theta") or _GEMMA3_THETAS[local]
+    scaling = {} if local else config.get("rope_scaling")
+    return {"rope_parameters": {"rope_theta": theta} | dict(found or scaling or {})}
 
 
 def _rope_from_hf(config: Mapping[str, Any], max_position: int) -> RopeConfig:
@@ -183,27 +224,34 @@ def _windows(config: Mapping[str, Any], architecture: str) -> tuple[int, ...]:
         return (0,) * layers
     if architecture == "mistral":
         return (window,) * layers
-    if not config.get("use_sliding_window", False):
+    if architecture == "gemma3":
+        pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _GEMMA3_PATTERN
+        slides = [bool(window) for window in _pattern(window, int(pattern), layers)]
+    elif config.get("use_sliding_window", False):
+        slides = [layer >= int(config.get("max_window_layers", 28)) for layer in range(layers)]  # transformers' default
+    else:
         return (0,) * layers
-    first = int(config.get("max_window_layers", 28))  # transformers' default
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
-    ]
+    kinds = config.get("layer_types") or ["sliding_attention" if slide else "full_attention" for slide in slides]
     if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise _not_understood("layer_types", kinds)
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _pattern(window: int, pattern: int, layers: int) -> tuple[int, ...]:
+    """Windows of which every `pattern`-th is none."""
+    return tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
 
 
 def from_gguf(file: GGUFFile) -> ModelConfig:
     """Read the metadata and the tensor list of a GGUF file."""
     metadata = dict(file.metadata)
     architecture = metadata.get("general.architecture")
-    if architecture not in ("llama", "qwen2", "qwen3"):
-        raise _not_understood("general.architecture", architecture, "known: llama, qwen2, qwen3")
+    if architecture not in ("llama", "qwen2", "qwen3", "gemma3"):
+        raise _not_understood("general.architecture", architecture, "known: llama, qwen2, qwen3, gemma3")
     prefix = f"{architecture}."
     keys = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     try:
-        config = _from_gguf(file, architecture, keys)
+        config = (_gemma3_from_gguf if architecture == "gemma3" else _from_gguf)(file, architecture, keys)
     except KeyError as error:
         raise StartupError(f"{file.path}: lacks {error}") from error
     left = {key: value for key, value in keys.items() if value not in (0, False)}
@@ -243,10 +291,24 @@ def _from_gguf(file: GGUFFile, architecture: str, keys: dict[str, Any]) -> Model
         windows=(keys.pop("attention.sliding_window", 0),) * layers,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "gemma3"),
         tied_embeddings="output.weight" not in file.tensors,
         eos_token_ids=_gguf_eos(file.metadata),
     )
+
+
+def _gemma3_from_gguf(file: GGUFFile, architecture: str, keys: dict[str, Any]) -> ModelConfig:
+    """As llama.cpp's gemma3.cpp reads it: norms have their 1 already, and the 27B has a scale of its own."""
+    keys.setdefault("rope.freq_base", _GEMMA3_THETAS[0])
+    window, pattern = keys.pop("attention.sliding_window"), keys.pop("attention.sliding_window_pattern", None)
+    local, cap = keys.pop("rope.freq_base_swa", _GEMMA3_THETAS[1]), keys.pop("final_logit_softcapping", 0.0)
+    model = _as_gemma3(_from_gguf(file, architecture, keys))
+    if isinstance(pattern, list):
+        windows = tuple(window if slides else 0 for slides in pattern)
+    else:
+        windows = _pattern(window, pattern or _GEMMA3_PATTERN, model.num_layers)
+    scale = (model.hidden_size // model.num_heads) ** -0.5 if model.num_layers == _GEMMA3_27B_LAYERS else 0.0
+    return replace(model, windows=windows, local_rope=RopeConfig(local), attention_scale=scale, logit_softcap=cap)
 
 
 def _rope_from_gguf(keys: dict[str, Any], context: int) -> RopeConfig:

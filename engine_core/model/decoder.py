@@ -1,13 +1,17 @@
-"""The decoder: Llama, Mistral, Qwen2 and Qwen3 differ only in biases, Q/K norms, windows and RoPE."""
+"""The decoder: Llama, Mistral, Qwen2 and Qwen3 differ only in biases, Q/K norms, windows and RoPE.
+
+Gemma 3 also norms what attention and MLP give, scales its embedding, and has a RoPE of its own for windowed layers.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine_core.batch import Batch
-from engine_core.model.config import ModelConfig
+from engine_core.model.config import ModelConfig, RopeConfig
 from engine_core.model.quantized import LinearMaker
 from engine_core.model.rope import rope_frequencies, rope_table
 from engine_core.model.weights import Weights
@@ -24,10 +28,13 @@ class _Layer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: Linear
+    attn_out_norm: Tensor | None
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    mlp_out_norm: Tensor | None
     window: int
+    rope: RopeConfig
 
 
 class Decoder:
@@ -44,10 +51,18 @@ class Decoder:
         """`loaded` is told how many bytes of the file were read, piece by piece."""
         self.config, self._dtype = config, make.dtype
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        self._scale = config.head_dim**-0.5
-        self._frequencies, self._rope_factor = rope_frequencies(config.rope, config.head_dim, rope_divisors)
+        self._scale = config.attention_scale or config.head_dim**-0.5
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=make.dtype))  # as transformers does
+        self._gate = {"silu": silu_mul, "gelu_tanh": gelu_mul}[config.activation]
+        local = config.local_rope or config.rope
+        ropes = [local if window else config.rope for window in config.windows]
+        self._frequencies = {rope: rope_frequencies(rope, config.head_dim, rope_divisors) for rope in set(ropes)}
 
-        def vector(name: str) -> Tensor:
+        def norm(name: str) -> Tensor:
+            loaded(weights.bytes_of(name))
+            return (weights.dense(name).float() + config.norm_offset).to(make.dtype)
+
+        def matrix(name: str) -> Tensor:
             loaded(weights.bytes_of(name))
             return weights.dense(name).to(make.dtype)
 
@@ -59,37 +74,48 @@ class Decoder:
         def layer(number: int) -> _Layer:
             at = f"layers.{number}."
             return _Layer(
-                attn_norm=vector(at + "attn_norm"),
+                attn_norm=norm(at + "attn_norm"),
                 qkv=linear(at + "q", at + "k", at + "v"),
-                q_norm=vector(at + "q_norm") if config.qk_norm else None,
-                k_norm=vector(at + "k_norm") if config.qk_norm else None,
+                q_norm=norm(at + "q_norm") if config.qk_norm else None,
+                k_norm=norm(at + "k_norm") if config.qk_norm else None,
                 o=linear(at + "o"),
-                mlp_norm=vector(at + "mlp_norm"),
+                attn_out_norm=norm(at + "attn_out_norm") if config.output_norms else None,
+                mlp_norm=norm(at + "mlp_norm"),
                 gate_up=linear(at + "gate", at + "up"),
                 down=linear(at + "down"),
+                mlp_out_norm=norm(at + "mlp_out_norm") if config.output_norms else None,
                 window=config.windows[number],
+                rope=ropes[number],
             )
 
-        self._embedding = vector("embed")
+        self._embedding = matrix("embed")
         self._layers = [layer(number) for number in range(config.num_layers)]
-        self._norm = vector("norm")
-        self._head = make.head(self._embedding if config.tied_embeddings else vector("head"))
+        self._norm = norm("norm")
+        self._head = make.head(self._embedding if config.tied_embeddings else matrix("head"))
 
     def forward(self, batch: Batch, kv: PagedKV) -> Tensor:
         """Run all layers, writing and reading `kv`; returns hidden states `[n, hidden]`, not yet normed."""
-        hidden = F.embedding(batch.tokens, self._embedding)
-        cos, sin = (t.to(self._dtype) for t in rope_table(self._frequencies, self._rope_factor, batch.positions))
+        hidden, eps = F.embedding(batch.tokens, self._embedding), self.config.rms_norm_eps
+        if self._embedding_scale != 1:
+            hidden *= self._embedding_scale
+        tables = {
+            rope: [table.to(self._dtype) for table in rope_table(*found, batch.positions)]
+            for rope, found in self._frequencies.items()
+        }
         for layer, layer_kv in zip(self._layers, kv.layers, strict=True):
-            x = rms_norm(hidden, layer.attn_norm, self.config.rms_norm_eps)
-            x = self._attend(layer, x, layer_kv, cos, sin, batch)
-            hidden += layer.o(x)
-            x = rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
-            hidden += layer.down(silu_mul(layer.gate_up(x)))
+            cos, sin = tables[layer.rope]
+            x = self._attend(layer, rms_norm(hidden, layer.attn_norm, eps), layer_kv, cos, sin, batch)
+            x = layer.o(x)
+            hidden += x if layer.attn_out_norm is None else rms_norm(x, layer.attn_out_norm, eps)
+            x = layer.down(self._gate(layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))))
+            hidden += x if layer.mlp_out_norm is None else rms_norm(x, layer.mlp_out_norm, eps)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits `[r, vocab]` of hidden states `[r, hidden]`."""
-        return self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
+        logits = self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
+        cap = self.config.logit_softcap
+        return logits if not cap else (logits / cap).tanh_().mul_(cap)
 
     def _attend(self, layer: _Layer, x: Tensor, kv: LayerKV, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         heads, kv_heads, width = self._heads, self._kv_heads, self.config.head_dim
@@ -103,3 +129,9 @@ class Decoder:
         kv.write(batch.write_index, qkv[:, heads:])
         out = attention(qk[:, :heads], kv, batch.attention[layer.window], self._scale)
         return out.reshape(len(x), -1)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up with tanh's approximation, where gate_up `[n, 2 * d]` holds gate in its first half."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

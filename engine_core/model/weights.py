@@ -1,7 +1,8 @@
 """The weights of a decoder by our own names, whatever file they come from.
 
 Names: `embed`, `norm`, `head`, and for each layer `layers.N.` + `attn_norm`, `q`, `k`, `v`, `o`, `q_norm`, `k_norm`,
-`mlp_norm`, `gate`, `up`, `down`; a bias is the name + `.bias`. Linear weights are `[out, in]`.
+`attn_out_norm`, `mlp_norm`, `gate`, `up`, `down`, `mlp_out_norm`; a bias is the name + `.bias`. Linear
+weights are `[out, in]`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -66,6 +67,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)}
     if config.output_bias:
         layer["o.bias"] = (hidden,)
+    if config.output_norms:
+        layer |= {"attn_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
     if config.qk_norm:
         layer |= {"q_norm": (width,), "k_norm": (width,)}
     for number in range(config.num_layers):

@@ -24,10 +24,12 @@ _LAYER = {
     "attn_output": "o",
     "attn_q_norm": "q_norm",
     "attn_k_norm": "k_norm",
+    "post_attention_norm": "attn_out_norm",
     "ffn_norm": "mlp_norm",
     "ffn_gate": "gate",
     "ffn_up": "up",
     "ffn_down": "down",
+    "post_ffw_norm": "mlp_out_norm",
 }
 _TYPES = frozenset(
     ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")

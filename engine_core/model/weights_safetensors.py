@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine_core.model.config import ModelConfig
 from engine_core.model.weights import Weight4
 from protocol.errors import StartupError
 
@@ -22,6 +24,8 @@ _LAYER = {
     "self_attn.q_norm": "q_norm",
     "self_attn.k_norm": "k_norm",
     "post_attention_layernorm": "mlp_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_out_norm",
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
@@ -32,8 +36,9 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 class SafetensorsWeights:
     """A `Weights` over `model.safetensors`, or over the shards that `model.safetensors.index.json` lists."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
         """Raises StartupError if a file is missing or damaged, or holds a type other than F32, F16 and BF16."""
+        self._layer = _LAYER | ({"post_attention_layernorm": "attn_out_norm"} if config.output_norms else {})
         self._where: dict[str, tuple[Any, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._bytes: dict[str, int] = {}
@@ -64,7 +69,7 @@ class SafetensorsWeights:
 
     def _open(self, file: Any, path: Path) -> None:
         for theirs in file.keys():  # noqa: SIM118
-            ours = _our_name(theirs)
+            ours = _our_name(theirs, self._layer)
             if ours is None:
                 continue
             entry = file.get_slice(theirs)
@@ -93,13 +98,13 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     return files
 
 
-def _our_name(name: str) -> str | None:
+def _our_name(name: str, layer: Mapping[str, str]) -> str | None:
     """Our name; their own for an unknown tensor, so that `check_shapes` names it; None for what may be ignored."""
     if name in _GLOBAL:
         return _GLOBAL[name]
     match = re.fullmatch(r"model\.layers\.(\d+)\.([\w.]+)\.(weight|bias|inv_freq)", name)
     if match and match[2] == "self_attn.rotary_emb":  # old checkpoints carry the computed frequencies
         return None
-    if not match or match[2] not in _LAYER:
+    if not match or match[2] not in layer:
         return name
-    return f"layers.{match[1]}.{_LAYER[match[2]]}" + (".bias" if match[3] == "bias" else "")
+    return f"layers.{match[1]}.{layer[match[2]]}" + (".bias" if match[3] == "bias" else "")

@@ -32,6 +32,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA3 = {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20}
+GEMMA3 |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-bias": ("Llama", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -43,6 +46,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3-plain": ("Gemma3", {"query_pre_attn_scalar": 32, "sliding_window": 9, "layer_types": LAYERS}),
+    "gemma3-softcap": ("Gemma3", GEMMA3 | {"final_logit_softcapping": 3.0, "tie_word_embeddings": False}),
 }
 
 
@@ -73,7 +79,8 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
                 import transformers
 
                 torch.manual_seed(sum(map(ord, case)))
-                config = getattr(transformers, f"{name}Config")(**SIZES, **extra)
+                text = "Text" if name == "Gemma3" else ""
+                config = getattr(transformers, f"{name}{text}Config")(**SIZES, **extra)
                 model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
                 for parameter in model.parameters():  # norms of one and biases of zero would hide mistakes
                     if parameter.ndim == 1:
@@ -86,8 +93,12 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
 
 
 def to_gguf(model: Any, path: Path, kind: Kind, **extra: Any) -> dict[str, torch.Tensor]:
-    """Write a Llama or Qwen2 model as GGUF; linear weights become `kind`. Returns the state dict as it then reads."""
-    config, arch = model.config, model.config.model_type
+    """Write a model as GGUF, linear weights as `kind`. Returns the state dict as it then reads.
+
+    As llama.cpp's convert_hf_to_gguf.py does it: Q and K of Llamas are permuted, Gemma's norms get their 1.
+    """
+    config = model.config
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -98,7 +109,14 @@ def to_gguf(model: Any, path: Path, kind: Kind, **extra: Any) -> dict[str, torch
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     writer.add_array("tokenizer.ggml.tokens", [f"t{n}" for n in range(config.vocab_size)])
     for key, value in extra.items():
         writer.add_uint32(f"tokenizer.ggml.{key}", value)
@@ -111,8 +129,10 @@ def to_gguf(model: Any, path: Path, kind: Kind, **extra: Any) -> dict[str, torch
         stored = gguf.quants.quantize(data, kind) if "proj.weight" in name else data
         if "proj.weight" in name and kind != Kind.F32:
             state[name] = torch.from_numpy(gguf.quants.dequantize(stored, kind).copy())
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            stored = stored + 1
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if arch == "llama" and heads:  # llama.cpp's convert_hf_to_gguf.py, LlamaModel.permute
+        if arch == "llama" and heads:
             stored = np.ascontiguousarray(
                 stored.reshape(heads, 2, -1, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
             )

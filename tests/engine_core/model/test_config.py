@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import pytest
 
-from engine_core.model.config import from_gguf, from_hf, load_model_config
+from engine_core.model.config import RopeConfig, from_gguf, from_hf, load_model_config
 from engine_core.model.gguf_file import GGUFFile
 from protocol.errors import StartupError
 
@@ -95,6 +95,51 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     assert load_model_config(tmp_path).eos_token_ids == (5, 7, 9)
 
 
+GEMMA3_1B: dict[str, Any] = {  # google/gemma-3-1b-it's config.json
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+
+
+def test_gemma3() -> None:
+    config = from_hf(GEMMA3_1B)
+    assert config.windows == ((512,) * 5 + (0,)) * 4 + (512, 512)
+    assert (config.rope.theta, config.local_rope) == (1e6, RopeConfig(1e4))
+    assert config.tied_embeddings and config.output_norms and config.embedding_scale == 1152**0.5
+    scaled = from_hf(GEMMA3_1B | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert (scaled.rope.factor, scaled.local_rope) == (8.0, RopeConfig(1e4))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attn_logit_softcapping", 50.0), ("use_bidirectional_attention", True), ("hidden_activation", "gelu")],
+)
+def test_gemma3_refusals(key: str, value: Any) -> None:
+    with pytest.raises(StartupError, match=key):
+        from_hf(GEMMA3_1B | {key: value})
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-3b", "qwen2.5-7b", "llama-3.1-8b"])
 def test_published_configs_load(name: str) -> None:
     config = load_model_config(CONFIGS / name)
@@ -150,6 +195,16 @@ def test_gguf_file_skips_long_arrays(tmp_path: Path) -> None:
 def test_gguf_refusals(tmp_path: Path, arch: str, keys: dict[str, Any], named: str) -> None:
     with pytest.raises(StartupError, match=named):
         from_gguf(write_gguf(tmp_path / "m.gguf", arch, **keys))
+
+
+def test_gguf_gemma3(tmp_path: Path) -> None:
+    """Files of before the pattern was a key; the 27B has 62 layers, and queries scaled by hidden_size / heads."""
+    keys = {"block_count": 62, "attention.sliding_window": 16, "attention.key_length": 2, "attention.value_length": 2}
+    keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    config = from_gguf(write_gguf(tmp_path / "m.gguf", "gemma3", **keys))
+    assert config.windows == (((16,) * 5 + (0,)) * 11)[:62]
+    assert (config.attention_scale, config.norm_offset) == (0.5, 0.0)
+    assert (config.rope.theta, config.rope.factor, config.local_rope) == (1e6, 8.0, RopeConfig(1e4))
 
 
 def test_gguf_eos_and_rope(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_logits(oracle: Callable[[str], Oracle], case: str, block_size: int) -> 
     torch.testing.assert_close(torch.cat(parts), expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma3"])
 def test_mixed_batch(oracle: Callable[[str], Oracle], case: str) -> None:
     """Three decode rows of different lengths and two chunks in one step."""
     made = oracle(case)
@@ -81,8 +81,26 @@ def test_mixed_batch(oracle: Callable[[str], Oracle], case: str) -> None:
         torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
+GGUF_CASES = ["llama", "llama-tied-bias", "llama-linear", "mistral", "qwen2", "qwen3", "gemma3-plain"]
+
+
+@pytest.mark.parametrize("case", [*CASES, *(f"{case}.gguf" for case in GGUF_CASES)])
+def test_greedy_tokens(oracle: Callable[[str], Oracle], tmp_path: Path, case: str) -> None:
+    """64 tokens, each the most likely one to transformers too, given those before it."""
+    made = oracle(case.removesuffix(".gguf"))
+    path = made.folder
+    if case.endswith(".gguf"):
+        to_gguf(made.model, path := tmp_path / "m.gguf", Kind.F32)
+    runner, ids = open_runner(path), prompt(11)
+    step = StepPlan(0, [], [make_row(1, ids, 0, 11, list(range(5)))])
+    for position in range(11, 75):
+        ids.append(runner.launch(step).tokens().tokens[0])
+        step = StepPlan(0, [make_row(1, ids, position, 1, list(range(5)))], [])
+    assert ids[11:] == made.logits(ids)[10:-1].argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
-@pytest.mark.parametrize("case", ["llama", "qwen2"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "gemma3-plain"])
 def test_gguf(oracle: Callable[[str], Oracle], tmp_path: Path, case: str, kind: Kind) -> None:
     """Also K1: qwen2 is tied and has no output.weight."""
     made = oracle(case)
