@@ -14,7 +14,7 @@ from engine_core.device import compute_dtype, free_memory, open_device
 from engine_core.kv_store import outlier_layers, parse_layers
 from engine_core.model.config import ModelConfig, from_gguf, load_model_config
 from engine_core.model.gguf_file import GGUFFile
-from engine_core.model.quantized import LinearMaker, resolve_weights
+from engine_core.model.quantized import Form, LinearMaker, resolve_weights
 from engine_core.model.weights import Weights, check_shapes, expected_shapes
 from engine_core.model.weights_gguf import GGUFWeights
 from engine_core.model.weights_safetensors import SafetensorsWeights
@@ -142,7 +142,7 @@ def open_model(config: EngineConfig, device: torch.device, memory: tuple[int, in
         divisors, tokens = gguf.rope_divisors, file.array_length("tokenizer.ggml.tokens")
     if weights is not None:
         model = _check_weights(model, weights)
-    four_bit = weights is not None and any(map(weights.has_4bit, weights.shapes))
+    four_bit = any(map(weights.group_size, weights.shapes)) if weights is not None else model.quantization is not None
     mode = resolve_weights(config.weights, dtype, device, four_bit)
     maker = LinearMaker(mode, dtype, device)
     if _weight_bytes(model, weights, maker) > min(free, config.gpu_memory or free) // 2:
@@ -241,17 +241,18 @@ def _kv_layouts(
 
 
 def _weight_bytes(config: ModelConfig, weights: Weights | None, maker: LinearMaker) -> int:
-    """Bytes that the decoder's weights take; from the shapes that the config implies if there is no file."""
+    """Bytes that the decoder's weights take; from what the config implies if there is no file."""
     shapes = expected_shapes(config)
     linear = [[f"layers.{n}.{name}" for name in group] for n in range(config.num_layers) for group in _GROUPS]
     in_linear = {"head"} | {name for names in linear for name in names}
     vectors = sum(math.prod(shape) for name, shape in shapes.items() if name not in in_linear)
 
-    def four_bit(names: list[str]) -> bool:
-        return weights is not None and all(map(weights.has_4bit, names))
+    def form(name: str) -> Form:
+        if weights is not None:
+            return shapes[name], weights.group_size(name)
+        return shapes[name], config.quantization.group_size(shapes[name][1]) if config.quantization else 0
 
-    size = vectors * maker.dtype.itemsize
-    size += sum(maker.linear_bytes([shapes[name] for name in names], four_bit(names)) for names in linear)
+    size = vectors * maker.dtype.itemsize + sum(maker.linear_bytes(list(map(form, names))) for names in linear)
     return size + maker.head_bytes((config.vocab_size, config.hidden_size), config.tied_embeddings)
 
 

@@ -1,13 +1,17 @@
 """Linear layers y = x W^T + b, by how the weight is kept. Each takes x `[n, in]` in the compute dtype to `[n, out]`."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-INT4_GROUP = 32  # elements of a row that share a scale and a zero
+from kernels.w4_format import SYMMETRIC_ZERO, W4Weight, unpack_nibbles
+
+INT4_GROUPS, INT4_ROWS = (256, 128, 64, 32), 16
+"""What torch's int4 kernel takes: elements of a row that share a scale and a zero; a divisor of the rows."""
 
 
 class Linear(Protocol):
@@ -94,22 +98,47 @@ class Int8DynamicLinear:
 
 
 class Int4Linear:
-    """4 bits with a scale and a minimum per 32 elements, bfloat16 activations (CPU): w = codes * scale + minimum.
+    """4 bits with a scale and a zero per group, bfloat16 activations (CPU): w = (codes - zeros) * scales + minima.
 
     The codes are the file's own; torch's kernel wants scales and zeros in bfloat16, so those are rounded.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, minima: Tensor, bias: Tensor | None = None) -> None:
-        """Codes uint8 `[out, in]`, 0 to 15; scales and minima float32 `[out, in / 32]`; in a multiple of 32."""
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-        zeros = minima + 8 * scales  # the kernel computes (code - 8) * scale + zero
-        self._factors = torch.stack((scales.T, zeros.T), -1).bfloat16().contiguous()
-        self._bias = bias
+    def __init__(self, weight: W4Weight, minima: Tensor | None = None, bias: Tensor | None = None) -> None:
+        """Take a weight that `int4_group` takes; minima float32 `[out, groups]`."""
+        self._group = int4_group(weight.shape, weight.group_size)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_nibbles(weight.codes).int(), 1)
+        scales = weight.scales.float()
+        offsets = scales * 0 if weight.zeros is None else (SYMMETRIC_ZERO - weight.zeros.float()) * scales
+        if minima is not None:
+            offsets += minima
+        factors = torch.stack((scales.T, offsets.T), -1).bfloat16()  # the kernel: (code - 8) * scale + offset
+        self._factors = factors.repeat_interleave(weight.group_size // self._group, 0).contiguous()
+        self._order, self._bias = None if weight.order is None else weight.order.long(), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, INT4_GROUP, self._factors)
+        if self._order is not None:
+            x = x[:, self._order]
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, self._group, self._factors)
         return y if self._bias is None else y + self._bias
+
+
+def int4_group(shape: tuple[int, ...], group_size: int) -> int:
+    """The group size in which `Int4Linear` takes a weight `[out, in]` in groups of `group_size`; 0: not at all."""
+    if not group_size or shape[0] % INT4_ROWS:
+        return 0
+    return next((size for size in INT4_GROUPS if group_size % size == 0), 0)
+
+
+class JoinedLinear:
+    """Layers with the same input, their outputs side by side."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return torch.cat([part(x) for part in self._parts], -1)
 
 
 class HybridLinear:

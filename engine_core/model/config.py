@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_core.model.gguf_file import GGUFFile
+from engine_core.model.quantization import Quantization, read_quantization
 from protocol.errors import StartupError
 
 _ARCHITECTURES = {
@@ -29,7 +30,7 @@ _READ = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
     "head_dim hidden_act rms_norm_eps max_position_embeddings rope_theta rope_scaling rope_parameters "
     "attention_bias tie_word_embeddings sliding_window use_sliding_window max_window_layers layer_types "
-    "eos_token_id"
+    "eos_token_id quantization_config"
 )
 _READ_OF_GEMMA3 = (
     "hidden_activation query_pre_attn_scalar final_logit_softcapping rope_local_base_freq sliding_window_pattern "
@@ -94,6 +95,7 @@ class ModelConfig:
     norm_offset: float = 0.0  # what the file's norm weights lack
     output_norms: bool = False  # of attention and MLP, before they are added
     activation: str = "silu"  # or gelu_tanh
+    quantization: Quantization | None = None  # of safetensors files
     logit_softcap: float = 0.0  # c * tanh(logits / c); 0: none
 
     def __post_init__(self) -> None:
@@ -109,7 +111,10 @@ class ModelConfig:
 def load_model_config(path: Path) -> ModelConfig:
     """Read the config of a GGUF file or of a folder with config.json. Raises StartupError."""
     if path.is_dir():
-        return from_hf(_read_json(path / "config.json"), _generation_eos(path))
+        config, beside = _read_json(path / "config.json"), path / "quantize_config.json"  # of AutoGPTQ
+        if beside.exists() and not config.get("quantization_config"):
+            config["quantization_config"] = _read_json(beside)
+        return from_hf(config, _generation_eos(path))
     return from_gguf(GGUFFile(path))
 
 
@@ -163,6 +168,7 @@ def _from_hf(config: Mapping[str, Any], architecture: str, extra_eos: tuple[int,
         qk_norm=architecture in ("qwen3", "gemma3"),
         tied_embeddings=bool(config.get("tie_word_embeddings", architecture == "gemma3")),
         eos_token_ids=_unique(_id_list(config.get("eos_token_id")) + extra_eos),
+        quantization=read_quantization(quantization) if (quantization := config.get("quantization_config")) else None,
     )
 
 

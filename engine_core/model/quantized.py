@@ -7,12 +7,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine_core.model.weights import GROUP, Weights
-from kernels.linear import DenseLinear, HybridLinear, Int4Linear, Int8DynamicLinear, Int8Linear, Linear, PackedLinear
+from engine_core.model.weights import Weight4, Weights
+from kernels.linear import (
+    DenseLinear,
+    HybridLinear,
+    Int4Linear,
+    Int8DynamicLinear,
+    Int8Linear,
+    JoinedLinear,
+    Linear,
+    PackedLinear,
+    int4_group,
+)
+from kernels.w4_format import W4Weight
 from protocol.errors import StartupError
 
 _FEW_ROWS = 2  # up to here the quantised forms beat dense bfloat16 (measured on Zen 5; AMX moves it to 1)
 _FEW_HEAD_ROWS = 8  # the same for the head in int8
+
+
+Form = tuple[tuple[int, ...], int]  # shape of a weight, and its group size if the file has 4 bits of it; else 0
 
 
 @dataclass(frozen=True)
@@ -31,8 +45,7 @@ class LinearMaker:
         """One layer of the rows of several weights, with their biases."""
         biases = [weights.dense(f"{name}.bias").to(self.dtype) for name in names if f"{name}.bias" in weights.shapes]
         bias = torch.cat(biases) if biases else None
-        four_bit = self.mode == "int4" and all(map(weights.has_4bit, names))
-        few = self._int4(weights, names, bias) if four_bit else None
+        few = self._int4(weights, names, bias) if self._keeps_4bit([_form(weights, name) for name in names]) else None
         if few is not None and not self.keep_dense:
             return few
         parts = [weights.dense(name).to(self.dtype) for name in names]
@@ -48,19 +61,22 @@ class LinearMaker:
     def head_bytes(self, shape: tuple[int, int], tied: bool) -> int:
         """Bytes of the head, beside the embedding if `tied`."""
         is_embedding = tied and self.mode == "dense" and not self._packs
-        return 0 if is_embedding else self.linear_bytes([shape], False)
+        return 0 if is_embedding else self.linear_bytes([(shape, 0)])
 
-    def linear_bytes(self, shapes: Sequence[tuple[int, ...]], four_bit: bool) -> int:
-        """Bytes of a layer of weights of these shapes, without biases."""
-        elements = sum(map(math.prod, shapes))
+    def linear_bytes(self, forms: Sequence[Form]) -> int:
+        """Bytes of a layer of weights of these forms, without biases."""
+        elements = sum(math.prod(shape) for shape, _ in forms)
         dense = elements * self.dtype.itemsize
         if self.mode == "dense":
             return dense
-        if self.mode == "int4" and four_bit:
-            few = elements // 2 + elements // GROUP * 4  # scale and zero, bfloat16
+        if self._keeps_4bit(forms):  # scale and zero, bfloat16
+            few = sum(math.prod(shape) // 2 + math.prod(shape) // int4_group(shape, size) * 4 for shape, size in forms)
         else:
-            few = elements + 2 * sum(shape[0] for shape in shapes)
+            few = elements + 2 * sum(shape[0] for shape, _ in forms)
         return few + (dense if self.keep_dense else 0)
+
+    def _keeps_4bit(self, forms: Sequence[Form]) -> bool:
+        return self.mode == "int4" and all(int4_group(shape, size) for shape, size in forms)
 
     def _from_dense(self, dense: Tensor, bias: Tensor | None, few: Linear | None) -> Linear:
         if self.mode == "dense":
@@ -77,10 +93,39 @@ class LinearMaker:
 
     def _int4(self, weights: Weights, names: Sequence[str], bias: Tensor | None) -> Linear:
         parts = [weights.four_bit(name) for name in names]
-        codes = torch.cat([part.codes for part in parts])
-        scales = torch.cat([part.scales for part in parts])
-        minima = torch.cat([part.minima for part in parts])
-        return Int4Linear(codes, scales, minima, bias)
+        first = parts[0].packed
+        if len({_layout(part) for part in parts}) > 1 or any(
+            not _equal(part.packed.order, first.order) for part in parts
+        ):
+            biases = (
+                [None] * len(parts) if bias is None else torch.split(bias, [part.packed.shape[0] for part in parts])
+            )
+            return JoinedLinear([Int4Linear(p.packed, p.minima, b) for p, b in zip(parts, biases, strict=True)])
+        joined = W4Weight(
+            torch.cat([part.packed.codes for part in parts]),
+            torch.cat([part.packed.scales for part in parts]),
+            torch.cat([_zeros(part.packed) for part in parts]),
+            first.order,
+            first.group_size,
+        )
+        minima = [part.minima for part in parts if part.minima is not None]
+        return Int4Linear(joined, torch.cat(minima) if minima else None, bias)
+
+
+def _form(weights: Weights, name: str) -> Form:
+    return weights.shapes[name], weights.group_size(name)
+
+
+def _layout(weight: Weight4) -> tuple[int, torch.dtype, bool]:
+    return weight.packed.group_size, weight.packed.scales.dtype, weight.minima is None
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _zeros(weight: W4Weight) -> Tensor:
+    return weight.zeros if weight.zeros is not None else torch.full(weight.scales.shape, 8, dtype=torch.uint8)
 
 
 def resolve_weights(name: str, dtype: torch.dtype, device: torch.device, file_has_4bit: bool) -> str:
@@ -94,5 +139,7 @@ def resolve_weights(name: str, dtype: torch.dtype, device: torch.device, file_ha
     if name != "dense" and not fits:
         raise StartupError(f"--weights {name} needs --dtype bf16 on the CPU")
     if name == "int4" and not file_has_4bit:
-        raise StartupError("--weights int4 needs a file with Q4_0 or Q4_1 weights")
+        raise StartupError(
+            "--weights int4 needs a file with 4-bit weights: GPTQ, AWQ, compressed-tensors, Q4_0 or Q4_1"
+        )
     return name

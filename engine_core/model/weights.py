@@ -12,18 +12,16 @@ from typing import Protocol
 from torch import Tensor
 
 from engine_core.model.config import ModelConfig
+from kernels.w4_format import W4Weight
 from protocol.errors import StartupError
-
-GROUP = 32  # elements of a row that share a scale and a minimum in Q4_0 and Q4_1
 
 
 @dataclass(frozen=True)
 class Weight4:
-    """A weight in the file's own 4 bits: w = codes * scales + minima, group by group."""
+    """A weight in the file's own 4 bits: w = (codes - zeros) * scales + minima, group by group."""
 
-    codes: Tensor  # uint8 [out, in], 0 to 15
-    scales: Tensor  # float32 [out, in / 32]
-    minima: Tensor  # float32 [out, in / 32]
+    packed: W4Weight
+    minima: Tensor | None = None  # float32 [out, groups]; of Q4_1, where all zeros are 0
 
 
 class Weights(Protocol):
@@ -40,16 +38,16 @@ class Weights(Protocol):
         """The tensor as float16, bfloat16 or float32, in transformers' order of rows."""
         ...
 
-    def has_4bit(self, name: str) -> bool:
-        """Whether `four_bit` gives this weight."""
+    def group_size(self, name: str) -> int:
+        """Elements of a row that share a scale in `four_bit`; 0 if there is no such form of this weight."""
         ...
 
     def four_bit(self, name: str) -> Weight4:
-        """The weight without dequantising it."""
+        """The weight without dequantising it. Raises StartupError."""
         ...
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of the tensor in the file."""
+        """Bytes of the tensor in the file, with its scales."""
         ...
 
 

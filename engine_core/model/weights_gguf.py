@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine_core.model.config import ModelConfig
 from engine_core.model.gguf_file import GGUFFile
-from engine_core.model.weights import GROUP, Weight4
+from engine_core.model.weights import Weight4
+from kernels.w4_format import W4Weight, pack_nibbles
 from protocol.errors import StartupError
 
 _GLOBAL = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "head"}
@@ -34,6 +35,7 @@ _LAYER = {
 _TYPES = frozenset(
     ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 )
+_GROUP = 32  # elements of a row that share a scale in Q4_0 and Q4_1
 ROPE_DIVISORS = "rope_freqs.weight"
 
 
@@ -63,20 +65,23 @@ class GGUFWeights:
             return torch.from_numpy(data.copy())
         return torch.from_numpy(dequantize(data, tensor.kind))
 
-    def has_4bit(self, name: str) -> bool:  # noqa: D102
-        return self._file.tensors[self._names[name]].kind in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1)
+    def group_size(self, name: str) -> int:  # noqa: D102
+        is_4bit = self._file.tensors[self._names[name]].kind in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1)
+        return _GROUP if is_4bit else 0
 
     def four_bit(self, name: str) -> Weight4:  # noqa: D102
-        kind = self._file.tensors[self._names[name]].kind
+        is_q4_0 = self._file.tensors[self._names[name]].kind == GGMLQuantizationType.Q4_0
         data = self._rows(name)
-        header = 2 if kind == GGMLQuantizationType.Q4_0 else 4  # scale; scale and minimum, float16
-        groups = data.reshape(data.shape[0], -1, header + GROUP // 2)
+        header = 2 if is_q4_0 else 4  # scale; scale and minimum, float16
+        groups = data.reshape(data.shape[0], -1, header + _GROUP // 2)
         nibbles = np.concatenate((groups[..., header:] & 15, groups[..., header:] >> 4), axis=-1)
-        factors = np.ascontiguousarray(groups[..., :header]).view(np.float16).astype(np.float32)
-        scales = factors[..., 0]
-        minima = -8 * scales if kind == GGMLQuantizationType.Q4_0 else factors[..., 1]
-        codes = torch.from_numpy(nibbles.reshape(data.shape[0], -1))
-        return Weight4(codes, torch.from_numpy(scales.copy()), torch.from_numpy(minima.copy()))
+        codes = pack_nibbles(torch.from_numpy(nibbles.reshape(data.shape[0], -1)))
+        factors = torch.from_numpy(np.ascontiguousarray(groups[..., :header]).view(np.float16))
+        scales = factors[..., 0].contiguous()
+        if is_q4_0:
+            return Weight4(W4Weight(codes, scales, None, None, _GROUP))
+        zeros = torch.zeros(scales.shape, dtype=torch.uint8)
+        return Weight4(W4Weight(codes, scales, zeros, None, _GROUP), factors[..., 1].float())
 
     def bytes_of(self, name: str) -> int:  # noqa: D102
         return self._file.tensors[self._names[name]].nbytes

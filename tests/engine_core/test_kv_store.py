@@ -47,8 +47,8 @@ class Biases:
         heads = self._norms[int(name.split(".")[1])]
         return torch.tensor([[0.0, -norm, 0.0, 0.0] for norm in heads]).flatten()
 
-    def has_4bit(self, name: str) -> bool:
-        return False
+    def group_size(self, name: str) -> int:
+        return 0
 
     def four_bit(self, name: str) -> Weight4:
         raise NotImplementedError

@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from kernels.linear import DenseLinear, HybridLinear, Int4Linear, Int8DynamicLinear, Int8Linear, Linear, PackedLinear
+from kernels.linear import (
+    DenseLinear,
+    HybridLinear,
+    Int4Linear,
+    Int8DynamicLinear,
+    Int8Linear,
+    JoinedLinear,
+    Linear,
+    PackedLinear,
+    int4_group,
+)
+from kernels.w4_format import W4Weight
 
 OUT, IN = 96, 64
 
@@ -24,13 +35,33 @@ def test_forms_of_a_dense_weight(form: type, limit: float, biased: bool, count: 
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_int4(count: int) -> None:
+@pytest.mark.parametrize("group_size", [32, 64, 128, 384])
+@pytest.mark.parametrize("kind", ["symmetric", "zeros", "minima", "order"])
+def test_int4(kind: str, group_size: int, count: int) -> None:
+    """Zeros of 0 and 15 among them; 384 is split into groups that the kernel takes."""
     torch.manual_seed(0)
-    codes = torch.randint(0, 16, (OUT, IN), dtype=torch.uint8)
-    scales, minima = torch.rand(OUT, IN // 32) + 0.5, torch.randn(OUT, IN // 32) * 4
-    weight = codes.float() * scales.repeat_interleave(32, 1) + minima.repeat_interleave(32, 1)
-    x = torch.randn(count, IN).bfloat16()
-    assert error(Int4Linear(codes, scales, minima)(x), x.float() @ weight.T) < 1e-2
+    width, groups = 384, 384 // group_size
+    codes = torch.randint(0, 256, (OUT, width // 2), dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (OUT, groups), dtype=torch.uint8) if kind in ("zeros", "order") else None
+    order = torch.randperm(width).int() if kind == "order" else None
+    minima = torch.randn(OUT, groups) * 4 if kind == "minima" else None
+    bias = torch.randn(OUT).bfloat16()
+    packed = W4Weight(codes, torch.rand(OUT, groups) + 0.5, zeros, order, group_size)
+    weight, x = packed.dequantize(torch.float32), torch.randn(count, width).bfloat16()
+    if minima is not None:
+        weight += minima.repeat_interleave(group_size, 1)
+    assert error(Int4Linear(packed, minima, bias)(x), x.float() @ weight.T + bias.float()) < 1e-2
+
+
+def test_what_the_int4_kernel_takes() -> None:
+    assert [int4_group((OUT, 512), size) for size in (32, 64, 128, 512, 96, 8, 0)] == [32, 64, 128, 256, 32, 0, 0]
+    assert int4_group((OUT + 8, 512), 128) == 0
+
+
+def test_joined_outputs_stand_in_order() -> None:
+    one, other = (DenseLinear(torch.randn(size, IN)) for size in (3, 5))
+    x = torch.randn(2, IN)
+    assert torch.equal(JoinedLinear([one, other])(x), torch.cat((one(x), other(x)), 1))
 
 
 @pytest.mark.skipif(not Int8DynamicLinear.is_available(), reason="needs FBGEMM and AVX512-VNNI")

@@ -37,6 +37,7 @@ GEMMA3 |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
+    "wide": ("Llama", {"hidden_size": 128, "intermediate_size": 256}),  # groups of 128
     "llama-tied-bias": ("Llama", {"tie_word_embeddings": True, "attention_bias": True}),
     "llama3-rope": ("Llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
     "llama-yarn": ("Llama", {"rope_scaling": YARN}),
@@ -80,7 +81,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
 
                 torch.manual_seed(sum(map(ord, case)))
                 text = "Text" if name == "Gemma3" else ""
-                config = getattr(transformers, f"{name}{text}Config")(**SIZES, **extra)
+                config = getattr(transformers, f"{name}{text}Config")(**SIZES | extra)
                 model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
                 for parameter in model.parameters():  # norms of one and biases of zero would hide mistakes
                     if parameter.ndim == 1:

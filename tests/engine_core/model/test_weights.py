@@ -118,11 +118,12 @@ def test_gguf_types(tmp_path: Path, kind: Kind) -> None:
     weights = GGUFWeights(GGUFFile(tmp_path / "m.gguf"), config)
     expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
     torch.testing.assert_close(weights.dense("layers.0.up").float(), expected, rtol=0, atol=0)
-    assert weights.has_4bit("layers.0.up") == (kind in (Kind.Q4_0, Kind.Q4_1))
-    if weights.has_4bit("layers.0.up"):
+    assert weights.group_size("layers.0.up") == (32 if kind in (Kind.Q4_0, Kind.Q4_1) else 0)
+    if weights.group_size("layers.0.up"):
         parts = weights.four_bit("layers.0.up")
-        scales, minima = (t.repeat_interleave(32, 1) for t in (parts.scales, parts.minima))
-        torch.testing.assert_close(parts.codes * scales + minima, expected)
+        found = parts.packed.dequantize(torch.float32)
+        found += 0 if parts.minima is None else parts.minima.repeat_interleave(32, 1)
+        torch.testing.assert_close(found, expected)
 
 
 def test_unsupported_gguf_type_is_named(tmp_path: Path) -> None:
