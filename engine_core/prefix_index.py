@@ -8,24 +8,59 @@ import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from engine_core.request import Block, Request
 from protocol.messages import pack_i32
 
 DIGEST_BYTES = 16
 
 
 class PrefixIndex:
-    """Maps the digest of a full block and all before it to the block that holds its KV, one to one."""
+    """Maps the digest of a full block and all before it to the block that holds its KV, in whichever pool, one to one.
 
-    def __init__(self, key: bytes | None = None) -> None:
+    `block_size` is in tokens; with `enabled` off nothing is ever found.
+    """
+
+    def __init__(self, block_size: int, enabled: bool = True, key: bytes | None = None) -> None:
+        self._block_size, self._enabled = block_size, enabled
         self._key = key or secrets.token_bytes(32)
-        self._block_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
+        self._blocks: dict[bytes, Block] = {}
 
     def __len__(self) -> int:
-        return len(self._block_of)
+        return len(self._blocks)
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._digest_of
+    def find(self, digest: bytes) -> Block | None:
+        """The block with this digest, if there is one."""
+        return self._blocks.get(digest)
+
+    def insert(self, digest: bytes, block: Block) -> None:
+        """Let `block` be found. The first block with a digest stays the one that is found."""
+        if digest not in self._blocks:
+            self._blocks[digest] = block
+            block.digest = digest
+
+    def forget(self, block: Block) -> None:
+        """The block is about to hold something else, or nothing to rely on."""
+        if block.digest:
+            del self._blocks[block.digest]
+            block.digest = b""
+
+    def prefix_of(self, request: Request) -> list[Block]:
+        """The blocks of the longest known prefix of a request's tokens, always short of the last one."""
+        blocks: list[Block] = []
+        if not self._enabled or request.sampling.prompt_logprobs >= 0:
+            return blocks
+        for position in range((request.known - 1) // self._block_size):
+            block = self.find(self._digest_of(request, position))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def insert_full(self, request: Request) -> None:
+        """Let the blocks that a request has filled be found."""
+        while self._enabled and (request.indexed + 1) * self._block_size <= request.computed:
+            self.insert(self._digest_of(request, request.indexed), request.table[request.indexed])
+            request.indexed += 1
 
     def root(self, salt: str) -> bytes:
         """The parent of a request's first block."""
@@ -35,18 +70,10 @@ class PrefixIndex:
         """The digest of a block that follows `parent` and holds `tokens`."""
         return blake2b(parent + pack_i32(tokens), digest_size=DIGEST_BYTES, key=self._key).digest()
 
-    def find(self, digest: bytes) -> int | None:
-        """The block with this digest, if there is one."""
-        return self._block_of.get(digest)
-
-    def insert(self, digest: bytes, block: int) -> None:
-        """Let `block` be found. The first block with a digest stays the one that is found."""
-        if digest not in self._block_of:
-            self._block_of[digest] = block
-            self._digest_of[block] = digest
-
-    def forget(self, block: int) -> None:
-        """The block is about to hold something else."""
-        digest = self._digest_of.pop(block, None)
-        if digest is not None:
-            del self._block_of[digest]
+    def _digest_of(self, request: Request, position: int) -> bytes:
+        """The digest of a request's full block at `position`; those before it have been asked for already."""
+        if position == len(request.digests):
+            parent = request.digests[-1] if position else self.root(request.cache_salt)
+            tokens = request.tokens(position * self._block_size, (position + 1) * self._block_size)
+            request.digests.append(self.digest(parent, tokens))
+        return request.digests[position]

@@ -1,25 +1,30 @@
-"""Decides what each step computes. Pure: no torch, no clock, no I/O.
+"""Decides what each step computes, who runs and whose KV moves. Pure: no torch, no clock, no I/O.
 
-    schedule() -> StepPlan      who computes which tokens, in which blocks
-    commit(plan, result)        what the step gave: tokens, finished requests, full blocks for the prefix index
+    schedule(now) -> StepPlan   who computes which tokens, in which blocks; which blocks are to be copied
+    commit(plan, result, ...)   what the step gave: tokens, finished requests, full blocks for the prefix index
+    land(landed, now)           which copies have ended
 
 Each step has a decode row for every decoding request (at most `max_running`) and prefill chunks of at most
-`prefill_chunk_tokens` in all, so neither side can starve the other. Requests run in order of (priority, arrival).
+`prefill_chunk_tokens` in all, so neither side can starve the other.
 
-A request is admitted when the blocks of all its known tokens are there, and gets them at once: a prefill never stops
-half-way for want of blocks, and two half-admitted prompts can't wait for each other. Only decode rows may find the pool
-empty. Then the last running request in order gives all its blocks back (`_preempt`) until the row fits. The first in
-order is never preempted, so it always ends and gives room to the next: no livelock.
+A request comes in when there is a place for the blocks of all its known tokens, and gets them at once: a prefill never
+stops half-way for want of blocks, and two half-admitted prompts can't wait for each other. First come those that were
+preempted (`paused`), then newcomers (`waiting`), each by priority and age. Only decode rows may find the pool empty.
+
+Preemption (residency.py) frees places when copies have landed. Nobody waits for that: a row without a place is left
+out of the step. With swapping, requests also take turns (swap.py): newcomers and those that have been silent for too
+long displace the ones that have been idle or in for longest.
 """
 
+import heapq
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_core.block_pool import BlockPool
-from engine_core.plan import Row, StepPlan, StepResult
-from engine_core.prefix_index import PrefixIndex
+from engine_core.plan import Landed, Row, StepPlan, StepResult
 from engine_core.request import Request, State
+from engine_core.residency import Residency, in_order
+from engine_core.swap import SwapPolicy, is_overdue, resume_key, victim_of_growth, victims_for
 from protocol.errors import ErrorCode, PagetideError
 from protocol.messages import Finish
 
@@ -34,6 +39,7 @@ class Capacity:
     max_running: int
     prefill_chunk_tokens: int
     prefix_cache: bool = True
+    block_bytes: int = 1
 
     def answer_limit(self, prompt_tokens: int, max_tokens: int | None) -> int:
         """The one answer to "can this ever run": how many tokens a request may generate, at least 1.
@@ -62,27 +68,31 @@ class Outcome:
 
 
 class Scheduler:
-    """All requests of the engine and the book-keeping of their blocks."""
+    """All requests of the engine: who waits, and what those that are in compute next."""
 
-    def __init__(self, capacity: Capacity, eos_token_ids: Sequence[int]) -> None:
-        self.capacity = capacity
-        self.index = PrefixIndex()
-        self.pool = BlockPool(capacity.num_blocks, self.index)
+    def __init__(self, capacity: Capacity, eos_token_ids: Sequence[int], policy: SwapPolicy | None = None) -> None:
+        self.capacity, self.policy = capacity, policy or SwapPolicy()
+        self.residency = Residency(capacity.num_blocks, capacity.block_size, capacity.prefix_cache, self.policy)
+        self.pool, self.index = self.residency.pool, self.residency.index
+        self.running, self.paused = self.residency.running, self.residency.paused
+        self.counts, self.rates, self.pauses = self.residency.counts, self.residency.rates, self.residency.pauses
         self.requests: dict[int, Request] = {}
-        self.waiting: list[Request] = []  # both lists are kept in order
-        self.running: list[Request] = []
+        self.waiting: list[Request] = []  # newcomers, in order
         self.waiting_tokens = 0
         self.step = 0
-        self.preemptions = 0
-        self.prefix_hit_tokens = 0
-        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = self.prefix_query_tokens = 0
         self._eos = frozenset(eos_token_ids)
-        self._arrivals = 0
+        self._arrivals = self._last_forced = 0
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.requests)
+
+    @property
+    def now(self) -> float:
+        """The caller's clock at the last call that told it."""
+        return self.residency.now
 
     def add(self, request: Request) -> None:
         """Queue a request. Its id must be new and its max_tokens come from `Capacity.answer_limit`."""
@@ -90,7 +100,8 @@ class Scheduler:
         self._arrivals += 1
         request.sequence = self._arrivals
         self.requests[request.id] = request
-        self._enqueue(request)
+        insort(self.waiting, request, key=in_order)
+        self.waiting_tokens += request.known
 
     def abort(self, request_id: int) -> Request | None:
         """Drop a request in whatever state. Unknown ids, and ids aborted before, are ignored: None."""
@@ -101,15 +112,108 @@ class Scheduler:
 
     # -- planning ----------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
-        """Plan the next step, or None if nothing can run."""
-        self._yield_to_priority()
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step, or None if there is nothing to compute or to copy."""
+        self.residency.now = now
+        if self.policy.swap_every and self.residency.swaps:
+            self._swap_needlessly()
+        self._let_in()
+        if self.residency.swaps:
+            self._swap_ahead()
         decodes = self._plan_decodes()
         prefills = self._plan_prefills()
+        copies, self.pool.copies = self.pool.copies, []
         if not decodes and not prefills:
-            return None
+            return StepPlan(self.step, [], [], copies) if copies else None
         self.step += 1
-        return StepPlan(self.step, decodes, prefills)
+        return StepPlan(self.step, decodes, prefills, copies)
+
+    def _let_in(self) -> None:
+        """Bring in who has a place, in order; begin to make room for those who may ask for it."""
+        promised = 0  # places that those before in order are waiting for
+        paused = [request for request in self.paused if request.state is not State.SWAPPING_OUT]
+        newcomers = self.waiting[: self.capacity.max_running]
+        for request in heapq.merge(sorted(paused, key=self._turn), newcomers, key=self._turn):
+            found = self.residency.surviving_blocks(request)
+            blocks = self.residency.block_count(request.known) - len(found)
+            needed = blocks + self.pool.places_for(found) + promised
+            if not self._has_place(needed):
+                self._make_room(request, needed)
+            if self._has_place(needed):
+                is_new = request.cached_tokens < 0
+                self.residency.bring_in(request, found)
+                if is_new:
+                    self._count_newcomer(request)
+            elif not self.residency.swaps or request.cached_tokens < 0:
+                return
+            elif request.is_promised:
+                promised = needed
+
+    def _has_place(self, needed: int) -> bool:
+        """Whether one more may run, with `needed` places.
+
+        One is kept in hand for each running request, so that an admission isn't followed by a preemption at once.
+        """
+        return len(self.running) < self.capacity.max_running and needed + len(self.running) <= self.pool.available
+
+    def _make_room(self, request: Request, needed: int) -> None:
+        """Save cached blocks and preempt others for a request, if that gets it the place it needs."""
+        missing = needed + len(self.running) - self.pool.available - self.pool.coming
+        missing -= self.pool.save_cached(missing)
+        seats = len(self.running) - self.capacity.max_running + 1
+        victims: list[Request] = []
+        for victim in victims_for(request, self.running, self.policy, self.now, self._may_take_turn(request)):
+            if missing <= 0 and len(victims) >= seats:
+                break
+            victims.append(victim)
+            missing -= 1 + sum(block.holders == 1 for block in victim.table)
+        if missing > 0 or len(victims) < seats:
+            return
+        request.is_promised = True
+        for victim in victims:
+            self.residency.preempt(victim)
+
+    def _may_take_turn(self, request: Request) -> bool:
+        """Whether a request may displace others of its own priority."""
+        most_moving = max(1, self.policy.in_transit * self.capacity.num_blocks)
+        if not self.residency.swaps or self.pool.moving >= most_moving:
+            return False
+        if request.cached_tokens >= 0:
+            return request.is_promised or is_overdue(request, self.policy, self.now)
+        let_in = sum(len(other.table) for other in self.running)
+        let_in += sum(self.residency.block_count(other.known) for other in (*self.paused, request))
+        if let_in > self.policy.overcommit * self.capacity.num_blocks:
+            return False
+        is_full = len(self.running) >= self.capacity.max_running
+        return not is_full and not any(is_overdue(other, self.policy, self.now) for other in self.paused)
+
+    def _turn(self, request: Request) -> tuple[int, int, float]:
+        return resume_key(request, self.policy, self.now)
+
+    def _count_newcomer(self, request: Request) -> None:
+        request.cached_tokens = request.computed
+        self.prefix_hit_tokens += request.computed
+        self.prefix_query_tokens += request.known
+        self.waiting.remove(request)
+        self.waiting_tokens -= request.known
+
+    def _swap_ahead(self) -> None:
+        """Begin copies out before the pool is empty: they take some steps, and rows shouldn't have to wait for them."""
+        size, ahead = self.capacity.block_size, self.policy.lookahead
+        decoding = [request for request in self.running if request.state is State.DECODE]
+        needed = sum(len(request.table) * size < request.computed + ahead for request in decoding)
+        missing = needed - self.pool.available - self.pool.coming
+        if self.pool.moving < self.policy.in_transit * self.capacity.num_blocks:
+            missing -= self.pool.save_cached(missing + self.capacity.num_blocks // 16)
+        if missing > 0 and len(decoding) > 1:
+            self.residency.preempt(victim_of_growth(decoding[0], self.running, self.policy, self.now, True))
+
+    def _swap_needlessly(self) -> None:
+        """At every n-th step, swap out the decoding request that has been in for longest."""
+        decoding = [request for request in self.running if request.state is State.DECODE]
+        if decoding and self.step >= self._last_forced + self.policy.swap_every:
+            self._last_forced = self.step
+            self.residency.swap_out(min(decoding, key=lambda request: request.paused_at))
 
     def _plan_decodes(self) -> list[Row]:
         rows = []
@@ -119,12 +223,17 @@ class Scheduler:
         return rows
 
     def _grow(self, request: Request) -> bool:
-        """Make sure of a slot for the next token, preempting from the end of the order; False if that hit ourselves."""
-        while request.state is State.DECODE and len(request.blocks) * self.capacity.block_size <= request.computed:
+        """Make sure of a place for the next token, preempting others; False if it has to wait, or was hit itself."""
+        while request.state is State.DECODE and len(request.table) * self.capacity.block_size <= request.computed:
             if self.pool.available:
-                request.blocks += self.pool.allocate(1)
+                request.table += self.pool.allocate(1)
+                request.blocks.append(request.table[-1].device)
+            elif self.pool.coming or self.pool.save_cached(1):
+                return False
             else:
-                self._preempt(self.running[-1])
+                takes_turns = self.residency.swaps
+                victim = victim_of_growth(request, self.running, self.policy, self.now, takes_turns)
+                self.residency.preempt(victim)
         return request.state is State.DECODE
 
     def _plan_prefills(self) -> list[Row]:
@@ -134,78 +243,7 @@ class Scheduler:
             if request.state is State.PREFILL and budget:
                 rows.append(self._row(request, min(budget, request.known - request.computed)))
                 budget -= len(rows[-1].tokens)
-        while budget and self.waiting and len(self.running) < self.capacity.max_running:
-            request = self.waiting[0]
-            if not self._admit(request):
-                break
-            rows.append(self._row(request, min(budget, request.known - request.computed)))
-            budget -= len(rows[-1].tokens)
         return rows
-
-    def _yield_to_priority(self) -> None:
-        """Preempt requests of a lower priority while that gets the first waiting request a place."""
-        while self.waiting and self.running and self.running[-1].priority > self.waiting[0].priority:
-            request = self.waiting[0]
-            missing = self._missing_blocks(request)[1]
-            if not missing and len(self.running) < self.capacity.max_running:
-                return
-            lower = [other for other in self.running if other.priority > request.priority]
-            if missing > sum(len(other.blocks) + 1 for other in lower):
-                return
-            self._preempt(lower[-1])
-
-    def _missing_blocks(self, request: Request) -> tuple[list[int], int]:
-        """The cached blocks a waiting request would share, and how many blocks the pool lacks for it.
-
-        One block is kept in hand for each running request, so that an admission isn't followed by a preemption at once.
-        """
-        hits = self._cached_prefix(request)
-        needed = self._block_count(request.known) - len(hits)
-        evictable_hits = sum(not self.pool.is_referenced(block) for block in hits)
-        return hits, max(0, needed + evictable_hits + len(self.running) - self.pool.available)
-
-    def _admit(self, request: Request) -> bool:
-        """Give the first waiting request its blocks, if they are there."""
-        hits, missing = self._missing_blocks(request)
-        if missing:
-            return False
-        self.pool.share(hits)
-        request.blocks = hits + self.pool.allocate(self._block_count(request.known) - len(hits))
-        request.computed = len(hits) * self.capacity.block_size
-        request.indexed = len(hits)
-        if request.cached_tokens < 0:
-            request.cached_tokens = request.computed
-            self.prefix_hit_tokens += request.computed
-            self.prefix_query_tokens += request.known
-        request.state = State.PREFILL
-        del self.waiting[0]
-        self.waiting_tokens -= request.known
-        insort(self.running, request, key=_order)
-        return True
-
-    def _cached_prefix(self, request: Request) -> list[int]:
-        """The blocks that hold the longest cached prefix, always short of the last known token."""
-        if not self.capacity.prefix_cache or request.sampling.prompt_logprobs >= 0:
-            return []
-        blocks: list[int] = []
-        for position in range((request.known - 1) // self.capacity.block_size):
-            block = self.index.find(self._digest(request, position))
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-
-    def _digest(self, request: Request, position: int) -> bytes:
-        """The digest of a request's full block at `position`; those before it have been asked for already."""
-        if position == len(request.digests):
-            size = self.capacity.block_size
-            parent = request.digests[-1] if position else self.index.root(request.cache_salt)
-            tokens = request.tokens(position * size, (position + 1) * size)
-            request.digests.append(self.index.digest(parent, tokens))
-        return request.digests[position]
-
-    def _block_count(self, tokens: int) -> int:
-        return -(-tokens // self.capacity.block_size)
 
     def _row(self, request: Request, count: int) -> Row:
         stop = request.computed + count
@@ -221,22 +259,18 @@ class Scheduler:
             output=request.output,
         )
 
-    def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks away. By recompute: its tokens are kept, its KV is dropped.
-
-        Full blocks stay findable until they are evicted, so what survives is not computed again.
-        """
-        self.preemptions += 1
-        request.preemptions += 1
-        self.running.remove(request)
-        self._release_blocks(request)
-        request.state = State.WAITING
-        self._enqueue(request)
+    def land(self, landed: Landed, now: float) -> None:
+        """Take in that copies have ended, well or not."""
+        self.residency.now = now
+        self.residency.land(landed)
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Outcome]:
-        """Take in what a step gave. Requests that were aborted meanwhile are passed over."""
+    def commit(self, plan: StepPlan, result: StepResult, now: float, seconds: float = 0.0) -> list[Outcome]:
+        """Take in what a step gave in `seconds`. Requests that were aborted meanwhile are passed over."""
+        self.residency.now = now
+        if plan.prefills:
+            self.rates.learn("prefill", plan.num_tokens, seconds)
         outcomes = []
         sampled = iter(result.tokens)
         for row in (*plan.decodes, *plan.prefills):
@@ -247,18 +281,21 @@ class Scheduler:
             if request.sampling.prompt_logprobs >= 0:
                 self._take_prompt_logprobs(request, row, result)
             request.computed += len(row.tokens)
-            self._index_full_blocks(request)
+            request.reached = max(request.reached, request.computed)
+            request.last_active = now
+            self.index.insert_full(request)
             if token is not None:
                 outcomes.append(self._take_token(request, token))
         return outcomes
 
     def _take_token(self, request: Request, token: int) -> Outcome:
         if token < 0:
-            for block in request.blocks:  # what is wrong may be in any of them, and must not be found again
+            for block in request.table:  # what is wrong may be in any of them, and must not be found again
                 self.index.forget(block)
             self._finish(request)
             return Outcome(request, token, Finish.ERROR)
-        request.state = State.DECODE
+        if request.state is State.PREFILL:
+            request.enter(State.DECODE, self.now)
         request.output.append(token)
         finish = Finish.NONE
         if (token in self._eos and not request.sampling.ignore_eos) or token in request.sampling.stop_token_ids:
@@ -275,48 +312,20 @@ class Scheduler:
         del request.prompt_logprobs[row.start :]
         request.prompt_logprobs += entries[: max(0, len(request.prompt) - 1 - row.start)]
 
-    def _index_full_blocks(self, request: Request) -> None:
-        if not self.capacity.prefix_cache:
-            return
-        while (request.indexed + 1) * self.capacity.block_size <= request.computed:
-            self.index.insert(self._digest(request, request.indexed), request.blocks[request.indexed])
-            request.indexed += 1
-
     def _finish(self, request: Request) -> None:
         del self.requests[request.id]
-        if request.state is State.WAITING:
+        if request.cached_tokens < 0:
             self.waiting.remove(request)
             self.waiting_tokens -= request.known
         else:
-            self.running.remove(request)
-            self._release_blocks(request)
-        request.state = State.FINISHED
-
-    def _release_blocks(self, request: Request) -> None:
-        self.pool.release(request.blocks)
-        request.blocks = []
-        request.computed = request.indexed = 0
-
-    def _enqueue(self, request: Request) -> None:
-        insort(self.waiting, request, key=_order)
-        self.waiting_tokens += request.known
+            self.residency.leave(request)
+        request.enter(State.FINISHED, self.now)
 
     def check(self) -> None:
         """Prove the invariants between requests, queues and blocks. For tests and debugging."""
-        self.pool.check(request.blocks for request in self.requests.values())
-        assert sorted(self.requests) == sorted(request.id for request in self.waiting + self.running)
+        self.residency.check()
+        assert sorted(self.requests) == sorted(r.id for r in self.waiting + self.paused + self.running)
         assert self.waiting_tokens == sum(request.known for request in self.waiting)
-        assert self.waiting == sorted(self.waiting, key=_order)
-        assert self.running == sorted(self.running, key=_order)
+        assert self.waiting == sorted(self.waiting, key=in_order)
         assert len(self.running) <= self.capacity.max_running
-        for request in self.waiting:
-            assert request.state is State.WAITING
-            assert not request.blocks
-            assert request.computed == 0
-        for request in self.running:
-            assert request.state in (State.PREFILL, State.DECODE)
-            assert request.computed <= len(request.blocks) * self.capacity.block_size
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
+        assert all(r.state is State.WAITING and r.cached_tokens < 0 and not r.table for r in self.waiting)

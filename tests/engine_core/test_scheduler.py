@@ -1,89 +1,22 @@
-"""The scheduler against a model that computes nothing: token t of a request is a function of its known tokens."""
+"""The scheduler against a model that computes nothing (fake_engine.py)."""
 
-import itertools
-from collections.abc import Iterator
+import random
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_core.plan import StepPlan, StepResult
+from engine_core.plan import StepResult
 from engine_core.prefix_index import PrefixIndex
 from engine_core.request import Request, State
-from engine_core.scheduler import Capacity, Outcome, Scheduler
+from engine_core.scheduler import Capacity, Scheduler
+from engine_core.swap import SwapPolicy
 from protocol.errors import ErrorCode, PagetideError
 from protocol.limits import check_sampling
 from protocol.messages import Finish, SamplingParams
 
-EOS = 7
-_ids = itertools.count(1)
-
-
-def make_scheduler(num_blocks: int = 64, block_size: int = 4, **options: int | bool) -> Scheduler:
-    settings_ = {"max_context": 1000, "max_running": 8, "prefill_chunk_tokens": 16} | options
-    return Scheduler(Capacity(num_blocks, block_size, **settings_), [EOS])
-
-
-def make_request(scheduler: Scheduler, prompt: list[int], max_tokens: int = 4, **options: object) -> Request:
-    limit = scheduler.capacity.answer_limit(len(prompt), max_tokens)
-    sampling = options.pop("sampling", SamplingParams(ignore_eos=True))
-    return Request(next(_ids), prompt, sampling, limit, 0.0, **options)
-
-
-def next_token(known: list[int]) -> int:
-    return (sum(known) * 31 + len(known)) % 97
-
-
-class FakeModel:
-    """Keeps what was written to each block slot, and checks that every row reads exactly its own tokens."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.size = scheduler.capacity.block_size
-        self.slots: dict[tuple[int, int], int] = {}
-
-    def run(self, plan: StepPlan) -> StepResult:
-        rows = [*plan.decodes, *plan.prefills]
-        written = set()
-        for row in rows:
-            for position, token in enumerate(row.tokens, row.start):
-                slot = row.blocks[position // self.size], position % self.size
-                assert slot not in written, "two rows write one slot"
-                written.add(slot)
-                self.slots[slot] = token
-        tokens = []
-        for row in rows:
-            stop = row.start + len(row.tokens)
-            seen = [self.slots[row.blocks[p // self.size], p % self.size] for p in range(stop)]
-            assert seen == [*row.prompt, *row.output][:stop], "a row reads somebody else's KV"
-            if row.samples:
-                tokens.append(next_token(seen))
-        return StepResult(tokens)
-
-
-def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
-    known = list(prompt)
-    for _ in range(max_tokens):
-        known.append(next_token(known))
-    return known[len(prompt) :]
-
-
-def run_to_end(scheduler: Scheduler, model: FakeModel) -> Iterator[tuple[StepPlan, list[Outcome]]]:
-    for _ in range(10_000):
-        if not scheduler.has_work:
-            return
-        plan = scheduler.schedule()
-        scheduler.check()
-        assert plan is not None, "work is waiting and nothing can run"
-        outcomes = scheduler.commit(plan, model.run(plan))
-        scheduler.check()
-        yield plan, outcomes
-    raise AssertionError("no end in sight")
-
-
-def finish_all(scheduler: Scheduler, model: FakeModel) -> None:
-    for _ in run_to_end(scheduler, model):
-        pass
+from .fake_engine import EOS, FakeEngine, expected_output, make_request, make_scheduler
 
 
 @dataclass
@@ -103,7 +36,18 @@ arrivals = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+policies = st.builds(
+    SwapPolicy,
+    preemption=st.sampled_from(["auto", "swap", "recompute"]),
+    max_pause=st.sampled_from([0.02, 0.1, 1.0]),
+    min_tokens=st.integers(0, 8),
+    min_interval=st.sampled_from([0.0, 0.05]),
+    overcommit=st.sampled_from([1.0, 2.0, 4.0]),
+    swap_every=st.sampled_from([0, 0, 0, 1, 3]),
+)
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     events=st.lists(st.one_of(arrivals, st.integers(1, 6)), max_size=24),
     num_blocks=st.integers(2, 40),
@@ -111,28 +55,43 @@ arrivals = st.builds(
     max_running=st.integers(1, 6),
     chunk=st.integers(1, 24),
     prefix_cache=st.booleans(),
+    host_blocks=st.sampled_from([0, 1, 3, 10, 100]),
+    policy=policies,
+    seed=st.integers(0, 1 << 16),
+    failing=st.sampled_from([0.0, 0.0, 0.2]),
 )
 def test_any_load_ends_with_the_right_tokens(
-    events: list[Arrival | int], num_blocks: int, block_size: int, max_running: int, chunk: int, prefix_cache: bool
+    events: list[Arrival | int],
+    num_blocks: int,
+    block_size: int,
+    max_running: int,
+    chunk: int,
+    prefix_cache: bool,
+    host_blocks: int,
+    policy: SwapPolicy,
+    seed: int,
+    failing: float,
 ) -> None:
+    """Whatever arrives, is aborted, swapped and copied, however slowly and badly: the invariants hold at each event."""
     scheduler = make_scheduler(
-        num_blocks, block_size, max_running=max_running, prefill_chunk_tokens=chunk, prefix_cache=prefix_cache
+        num_blocks,
+        block_size,
+        host_blocks,
+        policy,
+        max_running=max_running,
+        prefill_chunk_tokens=chunk,
+        prefix_cache=prefix_cache,
     )
-    model = FakeModel(scheduler)
+    chance = random.Random(seed)
+    engine = FakeEngine(scheduler, lambda: chance.randint(0, 4), lambda: chance.random() < failing)
     accepted: dict[int, tuple[Request, Arrival]] = {}
     aborts: dict[int, int] = {}
     ended: dict[int, int] = {}
 
     def take_step() -> None:
-        plan = scheduler.schedule()
-        scheduler.check()
-        assert (plan is not None) == scheduler.has_work
-        if plan is None:
-            return
-        for outcome in scheduler.commit(plan, model.run(plan)):
+        for outcome in engine.step():
             if outcome.finish:
                 ended[outcome.request.id] = ended.get(outcome.request.id, 0) + 1
-        scheduler.check()
         for request_id in [key for key, left in aborts.items() if left <= 0]:
             del aborts[request_id]
             if scheduler.abort(request_id):
@@ -152,46 +111,47 @@ def test_any_load_ends_with_the_right_tokens(
                 make_request(scheduler, event.prompt, event.max_tokens)
             assert refused.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
             continue
-        request = make_request(scheduler, event.prompt, event.max_tokens, priority=event.priority)
-        scheduler.add(request)
-        scheduler.check()
+        request = engine.add(event.prompt, event.max_tokens, priority=event.priority)
         accepted[request.id] = request, event
         if event.abort_after is not None:
             aborts[request.id] = event.abort_after
     for _ in range(20_000):
-        if not scheduler.has_work:
+        if not scheduler.has_work and not scheduler.pool.moving:
             break
         take_step()
 
     assert not scheduler.has_work
     assert ended == dict.fromkeys(accepted, 1)
-    assert scheduler.pool.available == num_blocks
+    assert scheduler.pool.free + scheduler.pool.cached == num_blocks
+    assert scheduler.pool.host_room == host_blocks
+    assert scheduler.pool.strays == 0
     for request, event in accepted.values():
         reference = expected_output(event.prompt, request.max_tokens)
         assert request.output == reference[: len(request.output)]
         if event.abort_after is None:
             assert len(request.output) == request.max_tokens
+        assert sum(request.spent) == pytest.approx(request.ended - request.arrival)
 
 
 def test_decodes_go_on_under_endless_prefills() -> None:
     scheduler = make_scheduler(num_blocks=2000, prefill_chunk_tokens=8, max_running=4)
-    model = FakeModel(scheduler)
+    engine = FakeEngine(scheduler)
     stream = make_request(scheduler, [1], max_tokens=100)
     scheduler.add(stream)
-    scheduler.commit((plan := scheduler.schedule()), model.run(plan))
+    engine.step()
     for step in range(60):
         if step % 4 == 0:
             scheduler.add(make_request(scheduler, [step] * 160, max_tokens=1))
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(0.0)
         assert [row.request_id for row in plan.decodes] == [stream.id], "the stream missed a step"
         assert sum(len(row.tokens) for row in plan.prefills) == 8, "the prompts got no part of the step"
-        scheduler.commit(plan, model.run(plan))
+        scheduler.commit(plan, engine.compute(plan), 0.0)
 
 
 @pytest.mark.parametrize("length", [31, 32, 33])
 def test_prompt_at_the_size_of_the_pool(length: int) -> None:
     scheduler = make_scheduler(num_blocks=8)
-    model = FakeModel(scheduler)
+    engine = FakeEngine(scheduler)
     if length >= 32:
         with pytest.raises(PagetideError, match="context holds 32"):
             make_request(scheduler, [1] * length)
@@ -199,7 +159,7 @@ def test_prompt_at_the_size_of_the_pool(length: int) -> None:
         scheduler.add(make_request(scheduler, [1] * length, max_tokens=100))
     small = make_request(scheduler, [2], max_tokens=2)
     scheduler.add(small)
-    finish_all(scheduler, model)
+    engine.finish()
     assert small.output == expected_output([2], 2)
 
 
@@ -212,7 +172,7 @@ def test_what_is_accepted_near_the_size_of_the_pool_can_run_and_be_cancelled(len
             check_sampling(SamplingParams(max_tokens=0), 100)
         return
     scheduler = make_scheduler(num_blocks=8)
-    model = FakeModel(scheduler)
+    engine = FakeEngine(scheduler)
     if length == 32:
         with pytest.raises(PagetideError):
             make_request(scheduler, [1] * length, max_tokens)
@@ -221,11 +181,11 @@ def test_what_is_accepted_near_the_size_of_the_pool_can_run_and_be_cancelled(len
     cancelled, kept = (make_request(scheduler, [1] * length, max_tokens) for _ in range(2))
     for request in (holder, cancelled, kept):
         scheduler.add(request)
-    scheduler.commit((plan := scheduler.schedule()), model.run(plan))
+    engine.step()
     assert scheduler.waiting == [cancelled, kept]
     assert scheduler.abort(cancelled.id) is cancelled
     scheduler.check()
-    finish_all(scheduler, model)
+    engine.finish()
     assert kept.output == expected_output([1] * length, min(max_tokens, 32 - length))
     assert scheduler.pool.available == 8
 
@@ -235,7 +195,7 @@ def test_two_prompts_that_fit_only_one_at_a_time() -> None:
     first, second = (make_request(scheduler, [token] * 30, max_tokens=8) for token in (1, 2))
     scheduler.add(first)
     scheduler.add(second)
-    finish_all(scheduler, FakeModel(scheduler))
+    FakeEngine(scheduler).finish()
     assert first.output == expected_output([1] * 30, 8)
     assert second.output == expected_output([2] * 30, 8)
 
@@ -245,32 +205,32 @@ def test_preemption_keeps_every_token_and_converges() -> None:
     requests = [make_request(scheduler, [token] * 8, max_tokens=16) for token in (1, 2)]
     for request in requests:
         scheduler.add(request)
-    finish_all(scheduler, FakeModel(scheduler))
-    assert scheduler.preemptions >= 1
+    FakeEngine(scheduler).finish()
+    assert scheduler.counts.recomputed >= 1
     assert [request.output for request in requests] == [expected_output([token] * 8, 16) for token in (1, 2)]
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
 def test_a_wholly_cached_prompt_still_computes_one_token(length: int) -> None:
     scheduler = make_scheduler(block_size=16, prefill_chunk_tokens=64)
-    model = FakeModel(scheduler)
+    engine = FakeEngine(scheduler)
     prompt = list(range(length))
     for attempt in range(3):
         request = make_request(scheduler, prompt, max_tokens=20)
         scheduler.add(request)
-        finish_all(scheduler, model)
+        engine.finish()
         assert request.output == expected_output(prompt, 20)
         assert request.cached_tokens == (0 if attempt == 0 else (length - 1) // 16 * 16)
 
 
 def run_many_prompts(scheduler: Scheduler) -> None:
     """Prompts of two full blocks that differ in one token each, one after the other through one pool."""
-    model = FakeModel(scheduler)
+    engine = FakeEngine(scheduler)
     for token in range(40):
         prompt = [token, 1, 2, 3, 4, 5, 6, 7, 8]
         request = make_request(scheduler, prompt, max_tokens=2)
         scheduler.add(request)
-        finish_all(scheduler, model)
+        engine.finish()
         assert request.output == expected_output(prompt, 2)
 
 
@@ -285,38 +245,38 @@ def test_prompts_share_no_kv_because_their_digests_are_128_bits_wide(monkeypatch
 
 def test_salts_separate_the_cache() -> None:
     scheduler = make_scheduler()
-    model = FakeModel(scheduler)
+    engine = FakeEngine(scheduler)
     hits = []
     for salt in ("a", "b", "a"):
         request = make_request(scheduler, [1] * 20, cache_salt=salt)
         scheduler.add(request)
-        finish_all(scheduler, model)
+        engine.finish()
         hits.append(request.cached_tokens)
     assert hits == [0, 0, 16]
 
 
 def test_prompt_logprobs_do_not_read_the_cache() -> None:
     scheduler = make_scheduler()
-    model = FakeModel(scheduler)
+    engine = FakeEngine(scheduler)
     for _ in range(2):
         request = make_request(scheduler, [1] * 9, sampling=SamplingParams(prompt_logprobs=1, ignore_eos=True))
         scheduler.add(request)
-        finish_all(scheduler, model)
+        engine.finish()
         assert request.cached_tokens == 0
 
 
 def test_higher_priority_takes_the_place_of_lower() -> None:
     scheduler = make_scheduler(num_blocks=8, max_running=1)
-    model = FakeModel(scheduler)
+    engine = FakeEngine(scheduler)
     low = make_request(scheduler, [1] * 8, max_tokens=20, priority=5)
     scheduler.add(low)
-    scheduler.commit((plan := scheduler.schedule()), model.run(plan))
+    engine.step()
     high = make_request(scheduler, [2] * 8, max_tokens=2, priority=1)
     scheduler.add(high)
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(0.0)
     assert [row.request_id for row in plan.prefills] == [high.id]
-    scheduler.commit(plan, model.run(plan))
-    finish_all(scheduler, model)
+    scheduler.commit(plan, engine.compute(plan), 0.0)
+    engine.finish()
     assert low.output == expected_output([1] * 8, 20)
 
 
@@ -325,7 +285,7 @@ def test_equal_priority_is_first_come_first_served() -> None:
     requests = [make_request(scheduler, [token], max_tokens=2) for token in range(4)]
     for request in requests:
         scheduler.add(request)
-    ended = [o.request.id for _, outcomes in run_to_end(scheduler, FakeModel(scheduler)) for o in outcomes if o.finish]
+    ended = [o.request.id for outcomes in FakeEngine(scheduler).run_to_end() for o in outcomes if o.finish]
     assert ended == [request.id for request in requests]
 
 
@@ -338,7 +298,7 @@ def test_eos_and_stop_tokens_end_a_request_unless_ignored() -> None:
         scheduler = make_scheduler()
         request = make_request(scheduler, [1], max_tokens=1, sampling=sampling)
         scheduler.add(request)
-        (outcome,) = scheduler.commit(scheduler.schedule(), StepResult([EOS]))
+        (outcome,) = scheduler.commit(scheduler.schedule(0.0), StepResult([EOS]), 0.0)
         assert (outcome.token, outcome.finish) == (EOS, finish)
         assert request.state is State.FINISHED
 
@@ -348,7 +308,7 @@ def test_non_finite_logits_end_that_request_alone() -> None:
     bad, good = make_request(scheduler, [1]), make_request(scheduler, [2])
     scheduler.add(bad)
     scheduler.add(good)
-    outcomes = scheduler.commit(scheduler.schedule(), StepResult([-1, 5]))
+    outcomes = scheduler.commit(scheduler.schedule(0.0), StepResult([-1, 5]), 0.0)
     assert [(o.request, o.finish) for o in outcomes] == [(bad, Finish.ERROR), (good, Finish.NONE)]
     scheduler.check()
 
@@ -358,7 +318,7 @@ def test_kv_of_a_request_with_non_finite_logits_is_not_found_again() -> None:
     for token in (5, -1, 5):
         request = make_request(scheduler, [1] * 12)
         scheduler.add(request)
-        scheduler.commit(scheduler.schedule(), StepResult([token]))
+        scheduler.commit(scheduler.schedule(0.0), StepResult([token]), 0.0)
         scheduler.abort(request.id)
         scheduler.check()
     assert request.cached_tokens == 0
@@ -369,9 +329,9 @@ def test_results_of_aborted_requests_are_passed_over() -> None:
     gone, stays = make_request(scheduler, [1]), make_request(scheduler, [2])
     scheduler.add(gone)
     scheduler.add(stays)
-    plan = scheduler.schedule()
+    plan = scheduler.schedule(0.0)
     scheduler.abort(gone.id)
-    outcomes = scheduler.commit(plan, StepResult([3, 4]))
+    outcomes = scheduler.commit(plan, StepResult([3, 4]), 0.0)
     assert [(o.request, o.token) for o in outcomes] == [(stays, 4)]
     scheduler.check()
 

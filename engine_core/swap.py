@@ -1,0 +1,115 @@
+"""Policy of swapping: who has to leave, who comes back first, and whether swapping pays. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine_core.request import Request, State
+
+NEWCOMER = 3  # the last rank
+
+
+@dataclass(frozen=True, slots=True)
+class SwapPolicy:
+    """What preemption may do. Times in seconds."""
+
+    preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
+    max_pause: float = 0.5  # a request silent for longer may displace others
+    min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again
+    min_interval: float = 0.25  # between two preemptions of a request
+    overcommit: float = 3.0  # newcomers displace others only while all that was let in needs at most so many pools
+    in_transit: float = 0.25  # share of the pool that may be moving for the sake of turns
+    lookahead: int = 4  # tokens; a copy out begins before the place is needed
+    swap_every: int = 0  # swap somebody out at every n-th step, whether needed or not; 0: off
+
+
+@dataclass(slots=True)
+class Rates:
+    """How fast this machine is, by measurement; 0 before the first one."""
+
+    copy_out: float = 0.0  # blocks per second
+    copy_in: float = 0.0
+    prefill: float = 0.0  # tokens per second
+    SMOOTHING = 0.1
+
+    def learn(self, name: str, amount: float, seconds: float) -> None:
+        """Take in a measurement: a moving average over about ten."""
+        if seconds > 0:
+            old, new = getattr(self, name), amount / seconds
+            setattr(self, name, old + self.SMOOTHING * (new - old) if old else new)
+
+    def swap_is_cheaper(self, blocks_out: int, blocks_in: int, tokens: int) -> bool:
+        """Whether copying blocks out and in takes less time than computing `tokens` again; yes if nobody knows."""
+        if not (self.copy_out and self.copy_in and self.prefill):
+            return True
+        return blocks_out / self.copy_out + blocks_in / self.copy_in < tokens / self.prefill
+
+
+def is_overdue(request: Request, policy: SwapPolicy, now: float) -> bool:
+    """Whether a paused request has been silent for too long."""
+    return now - request.last_active > policy.max_pause
+
+
+def resume_key(request: Request, policy: SwapPolicy, now: float) -> tuple[int, int, float]:
+    """Sort key of those who want in: those that room is made for, the overdue, others that have run, newcomers."""
+    if request.is_promised:
+        return request.priority, 0, request.sequence
+    if request.cached_tokens < 0:
+        return request.priority, NEWCOMER, request.sequence
+    if is_overdue(request, policy, now):
+        return request.priority, 1, request.last_active
+    return request.priority, 2, request.sequence
+
+
+def is_protected(request: Request, policy: SwapPolicy, now: float) -> bool:
+    """Whether a running request has not yet had its share: it came in lately, and has done too little."""
+    is_fresh = bool(request.swaps or request.recomputes) or not request.output
+    has_done_little = is_fresh and request.reached - request.mark < policy.min_tokens
+    return has_done_little or now - request.paused_at < policy.min_interval
+
+
+def victims_for(
+    candidate: Request, running: Iterable[Request], policy: SwapPolicy, now: float, is_fair: bool
+) -> list[Request]:
+    """Who may have to leave so that `candidate` can run, first choice first.
+
+    Requests of a lower priority always may. Those of the same only if `is_fair`, to take turns; of them newcomers
+    displace only such as have begun to answer.
+    """
+    is_newcomer = candidate.cached_tokens < 0
+    lower = [r for r in running if r.priority > candidate.priority and _is_resident(r)]
+    equal = [
+        r
+        for r in running
+        if is_fair
+        and r.priority == candidate.priority
+        and _is_resident(r)
+        and not is_protected(r, policy, now)
+        and (r.state is State.DECODE or not is_newcomer)
+    ]
+    return sorted(lower, key=_last_first) + sorted(equal, key=_idle_first)
+
+
+def victim_of_growth(
+    growing: Request, running: Sequence[Request], policy: SwapPolicy, now: float, takes_turns: bool
+) -> Request:
+    """Who has to leave when a decoding request finds the pool empty; maybe itself.
+
+    If requests take turns it is one that has had its share, else the last in order. The first in order leaves only when
+    it has had its share: so somebody always gets on, and all end.
+    """
+    candidates = [r for r in running if r.priority >= growing.priority and _is_resident(r)]
+    lowest = [r for r in candidates if r.priority == candidates[-1].priority]
+    rested = [r for r in lowest if takes_turns and not is_protected(r, policy, now)]
+    return min(rested, key=_idle_first) if rested else candidates[-1]
+
+
+def _is_resident(request: Request) -> bool:
+    return request.state in (State.PREFILL, State.DECODE)
+
+
+def _last_first(request: Request) -> tuple[int, int]:
+    return -request.priority, -request.sequence
+
+
+def _idle_first(request: Request) -> tuple[float, float, int]:
+    return request.last_active, request.came_in, request.sequence
