@@ -59,6 +59,7 @@ def serve(config: EngineConfig, directory: Path | None) -> int:
 
 def _serve(config: EngineConfig, directory: Path) -> int:
     from engine_core.core import EngineCore
+    from engine_core.swap import SwapPolicy
 
     started = time.monotonic()
     core = EngineCore(directory)
@@ -76,7 +77,8 @@ def _serve(config: EngineConfig, directory: Path) -> int:
             kv_cache_dtype=engine.kv_cache_dtype,
         )
         limits = Limits(config.max_waiting_requests, config.max_waiting_tokens)
-        core.open(engine.runner, engine.capacity, model, limits, engine.memory)
+        policy = SwapPolicy(config.preemption, config.max_pause, swap_every=config.swap_every)
+        core.open(engine, model, limits, policy)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: core.stop())
         _log.info("ready after %.1f s in %s: %s", time.monotonic() - started, directory, engine.summary)

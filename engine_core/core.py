@@ -1,7 +1,6 @@
 """The engine core: the step loop and what it is made of."""
 
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -9,14 +8,17 @@ import zmq
 
 from engine_core.heartbeat import Heartbeat
 from engine_core.intake import FrontendGone, Intake, aborted_ids
+from engine_core.load import Engine
 from engine_core.output import OutputChannel
 from engine_core.plan import StepPlan
 from engine_core.request import Request
-from engine_core.runner import Runner
-from engine_core.scheduler import Capacity, Scheduler
+from engine_core.runner import Transfer
+from engine_core.scheduler import Scheduler
+from engine_core.stats import core_status
+from engine_core.swap import SwapPolicy
 from protocol.channels import PING_INTERVAL, new_identity
 from protocol.errors import ErrorCode
-from protocol.messages import PROTOCOL_VERSION, Abort, CoreStatus, Finish, ModelInfo, PeerInfo, Role, Welcome
+from protocol.messages import PROTOCOL_VERSION, Abort, CoreStatus, Finish, ModelInfo, Role, Welcome
 from protocol.messages import Limits as WireLimits
 from protocol.runtime_dir import core_endpoint, output_endpoint, status_endpoint
 
@@ -48,29 +50,30 @@ class EngineCore:
         self.intake.detokenizers = self.output.server.peers
         self.heartbeat = Heartbeat(self.context, status_endpoint(directory), self.status)
         self.stopping = False
-        self.last_progress = self._started = time.monotonic()
+        self.last_progress = self.started = time.monotonic()
         self._next_ping = 0.0
         self._failed_steps = 0
         self._taken = self._taken_tokens = 0  # from the intake, since the start
+        self.transfer: Transfer | None = None
         self._requests: dict[int, Request] = {}  # the scheduler's, once there is one
         self.finished = self.aborted = self.failed = self.generated_tokens = self.prompt_tokens = 0
         self.step_seconds = self.longest_step = 0.0
 
     def open(
         self,
-        runner: Runner,
-        capacity: Capacity,
+        engine: Engine,
         model: ModelInfo,
         limits: WireLimits,
-        memory: dict[str, int],
+        policy: SwapPolicy | None = None,
     ) -> None:
         """Take everybody in: the model is there."""
-        self.runner = runner
-        self.scheduler = Scheduler(capacity, model.eos_token_ids)
+        self.engine = engine
+        self.runner, self.transfer = engine.runner, engine.transfer
+        self.scheduler = Scheduler(engine.capacity, model.eos_token_ids, policy)
         self._requests = self.scheduler.requests
-        self.model, self.limits, self.memory = model, limits, memory
+        self.model, self.limits = model, limits
         welcome = Welcome(PROTOCOL_VERSION, self.identity, model, limits)
-        self.intake.open_doors(welcome, capacity)
+        self.intake.open_doors(welcome, engine.capacity)
         self.output.open_doors(welcome)
         self.intake.start()
         self.heartbeat.start()
@@ -83,15 +86,31 @@ class EngineCore:
             if not self.scheduler.has_work:
                 self._sleep()
             self._take_in()
-            plan = self.scheduler.schedule()
+            self._land_copies()
+            plan = self.scheduler.schedule(time.monotonic())
+            self.scheduler.pauses.clear()
             self.intake.left = self._taken - len(self.scheduler.waiting)
             self.intake.left_tokens = self._taken_tokens - self.scheduler.waiting_tokens
             if plan is not None:
-                self._compute(plan)
+                if self.transfer is not None and plan.copies:
+                    self.transfer.start(plan.copies)
+                if plan.num_tokens:
+                    self._compute(plan)
             elif self.scheduler.has_work:
                 self._check_progress()
             else:
                 self.last_progress = time.monotonic()
+
+    def _land_copies(self) -> None:
+        """Tell the scheduler which copies have ended, and how large the host pool is by now."""
+        if self.transfer is None:
+            return
+        self.engine.waker.clear()
+        for landed in self.transfer.landed():
+            self.last_progress = time.monotonic()
+            self.scheduler.land(landed, self.last_progress)
+        if self.transfer.host_blocks > self.scheduler.pool.host_blocks:
+            self.scheduler.pool.grow_host(self.transfer.host_blocks)
 
     def _compute(self, plan: StepPlan) -> None:
         started = time.monotonic()
@@ -100,11 +119,11 @@ class EngineCore:
         except Exception as error:
             self._fail_step(plan, error)
             return
-        outcomes = self.scheduler.commit(plan, result)
-        self.output.publish(plan.step, outcomes, result)
-        self._failed_steps = 0
         self.last_progress = time.monotonic()
         seconds = self.last_progress - started
+        outcomes = self.scheduler.commit(plan, result, self.last_progress, seconds)
+        self.output.publish(plan.step, outcomes, result)
+        self._failed_steps = 0
         self.step_seconds += seconds
         self.longest_step = max(seconds, self.longest_step * 0.5 ** (seconds / STEP_MEMORY))
         failed = sum(outcome.finish is Finish.ERROR for outcome in outcomes)
@@ -167,14 +186,16 @@ class EngineCore:
         if time.monotonic() - self.last_progress > WATCHDOG_SECONDS:
             scheduler = self.scheduler
             raise EngineStuck(
-                f"{len(scheduler.waiting)} requests wait, {len(scheduler.running)} run, and nothing has progressed for "
+                f"{len(scheduler.waiting)} requests wait, {len(scheduler.running)} run, {len(scheduler.paused)} are "
+                f"swapped out, {scheduler.pool.moving} blocks are being copied, and nothing has progressed for "
                 f"{WATCHDOG_SECONDS:.0f} s"
             )
         self._sleep()
 
     def _sleep(self) -> None:
-        """Wait, without the GIL, for a message or the next ping."""
-        zmq.zmq_poll([(self._wake, zmq.POLLIN), (self.output.server.socket, zmq.POLLIN)], int(PING_INTERVAL * 1000))
+        """Wait, without the GIL, for a message, a copy's end or the next ping."""
+        sources = (self._wake, self.output.server.socket, self.engine.waker.fileno())
+        zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], int(PING_INTERVAL * 1000))
         try:
             while True:
                 self._wake.recv(zmq.NOBLOCK)
@@ -189,54 +210,7 @@ class EngineCore:
 
     def status(self) -> CoreStatus:
         """The heartbeat. Reads counters only; numbers of one message may be a step apart."""
-        scheduler, pool, now = self.scheduler, self.scheduler.pool, time.monotonic()
-        busy = scheduler.has_work
-        gauges: dict[str, float] = {
-            "kv_blocks_total": pool.num_blocks,
-            "kv_blocks_free": pool.free,
-            "kv_blocks_cached": pool.cached,
-            "requests_waiting": len(scheduler.waiting),
-            "requests_running": len(scheduler.running),
-            "requests_waiting_tokens": scheduler.waiting_tokens,
-            "longest_step_seconds": self.longest_step,
-        }
-        counters: dict[str, float] = {
-            "steps_total": scheduler.step,
-            "step_seconds_total": self.step_seconds,
-            "prompt_tokens_total": self.prompt_tokens,
-            "generated_tokens_total": self.generated_tokens,
-            "requests_accepted_total": self.intake.accepted,
-            "requests_rejected_total": self.intake.rejected,
-            "requests_finished_total": self.finished,
-            "requests_aborted_total": self.aborted,
-            "requests_failed_total": self.failed,
-            "requests_preempted_total": scheduler.preemptions,
-            "prefix_cache_hit_tokens_total": scheduler.prefix_hit_tokens,
-            "prefix_cache_query_tokens_total": scheduler.prefix_query_tokens,
-            "prefix_cache_evicted_blocks_total": pool.evictions,
-            "wire_dropped_messages_total": self.intake.server.dropped + self.output.server.dropped,
-        }
-        return CoreStatus(
-            identity=self.identity,
-            pid=os.getpid(),
-            time=time.time(),
-            uptime=now - self._started,
-            step=scheduler.step,
-            step_age=now - self.last_progress if busy else 0.0,
-            model=self.model,
-            limits=self.limits,
-            waiting=len(scheduler.waiting),
-            waiting_tokens=scheduler.waiting_tokens,
-            running=len(scheduler.running),
-            peers=self._peers(),
-            gauges=gauges,
-            counters=counters,
-            memory=self.memory,
-        )
-
-    def _peers(self) -> list[PeerInfo]:
-        peers = list(self.intake.server.peers.values()) + list(self.output.server.peers.values())
-        return [PeerInfo(p.hello.role, p.hello.identity, p.hello.pid, p.hello.endpoint) for p in peers]
+        return core_status(self)
 
     def close(self) -> None:
         """Stop the threads, end what still runs with an error, and close all sockets."""
@@ -245,5 +219,7 @@ class EngineCore:
             thread.stopping.set()
             if thread.is_alive():
                 thread.join(1.0)
+        if self.transfer is not None:
+            self.transfer.close()
         self.output.server.close()
         self.context.destroy(linger=200)

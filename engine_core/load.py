@@ -1,11 +1,12 @@
-"""From a configuration to everything the step loop needs: the runner, the sizes, what the model is."""
+"""From a configuration to everything the step loop needs: the runner, the copies, the sizes, what the model is."""
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine_core.runner import LoadedRunner, Runner
+from engine_core.runner import LoadedRunner, Runner, Transfer
 from engine_core.scheduler import Capacity
+from engine_core.waker import Waker
 from protocol.config import EngineConfig
 
 
@@ -14,6 +15,9 @@ class Engine:
     """What `load` gives the core."""
 
     runner: Runner
+    transfer: Transfer | None  # None: nothing is ever swapped
+    offload_budget: int  # bytes of host memory for KV at most
+    waker: Waker  # set whenever copies have landed
     capacity: Capacity
     vocab_size: int
     eos_token_ids: Sequence[int]
@@ -24,10 +28,16 @@ class Engine:
 
 def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
     """Load the model. `progress` hears of bytes done and in all. Raises StartupError."""
+    waker = Waker()
+    budget = config.offload_budget
+    transfer: Transfer | None = None
     if config.device == "null":
-        from engine_core.null_runner import NullRunner
+        from engine_core.null_runner import DEFAULT_BLOCKS, NullRunner, NullTransfer
 
         runner: LoadedRunner = NullRunner(config)
+        block_bytes = 1  # so that the budget is a number of blocks
+        if budget:
+            transfer = NullTransfer(min(budget, DEFAULT_BLOCKS), waker.set)
     else:
         # How long an OpenMP thread spins at a barrier before it sleeps. libgomp's own 300,000 rounds stall a step as
         # soon as another process wants the core (300 tokens/s became 23); without any, waking threads takes half of a
@@ -35,7 +45,10 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
         from engine_core.model_runner import load_runner
 
-        runner = load_runner(config, progress)
+        runner = model = load_runner(config, progress)
+        block_bytes = model.store.layout.image_bytes
+        if budget >= block_bytes:
+            transfer = model.open_transfer(budget, waker.set)
     capacity = Capacity(
         num_blocks=runner.num_blocks,
         block_size=config.block_size,
@@ -43,9 +56,13 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
         max_running=config.max_running,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         prefix_cache=config.prefix_cache,
+        block_bytes=block_bytes,
     )
     return Engine(
         runner,
+        transfer,
+        budget,
+        waker,
         capacity,
         runner.vocab_size,
         runner.eos_token_ids,

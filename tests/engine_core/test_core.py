@@ -11,8 +11,10 @@ import zmq
 
 from engine_core import core
 from engine_core.core import EngineCore, EngineStuck
+from engine_core.load import Engine
 from engine_core.plan import StepPlan, StepResult
 from engine_core.scheduler import Capacity
+from engine_core.waker import Waker
 from protocol import limits
 from protocol.channels import Link, new_identity
 from protocol.codec import Decoder
@@ -74,7 +76,8 @@ class Rig:
         self.core = EngineCore(directory)
         model = ModelInfo("m", "p", VOCAB, 64, 0, [99])
         capacity = Capacity(num_blocks=32, block_size=4, max_context=64, max_running=8, prefill_chunk_tokens=64)
-        self.core.open(self.runner, capacity, model, Limits(4, 100), {})
+        engine = Engine(self.runner, None, 0, Waker(), capacity, VOCAB, [99], {}, "", "")
+        self.core.open(engine, model, Limits(4, 100))
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -329,11 +332,11 @@ def test_steps_that_go_on_raising_end_the_core(rig: Rig) -> None:
 
 def test_work_that_does_not_progress_ends_the_core(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "WATCHDOG_SECONDS", 0.2)
-    monkeypatch.setattr(rig.core.scheduler, "schedule", lambda: None)
+    monkeypatch.setattr(rig.core.scheduler, "schedule", lambda now: None)
     rig.submit(1, [1])
     rig.thread.join(10)
     assert isinstance(rig.error, EngineStuck)
-    assert "1 requests wait, 0 run, and nothing has progressed" in str(rig.error)
+    assert "1 requests wait, 0 run, 0 are swapped out, 0 blocks are being copied" in str(rig.error)
 
 
 def test_closing_ends_running_requests_with_an_error(rig: Rig) -> None:
