@@ -13,6 +13,7 @@ from engine_core.memory import MemoryPlan, open_model, plan_memory
 from engine_core.model.decoder import Decoder
 from engine_core.plan import Row, StepPlan, StepResult
 from engine_core.sampler import Sampler
+from engine_core.transfer import CpuTransfer, HostPool
 from protocol.config import EngineConfig
 from protocol.errors import StartupError
 from protocol.messages import SamplingParams, TopLogprobs
@@ -66,6 +67,10 @@ class ModelRunner:
             if wants_prompt_logprobs(row) and row.prompt and row.start + 1 < len(row.prompt):
                 result.prompt_logprobs[row.request_id] = self._prompt_logprobs(row, hidden[end - len(row.tokens) : end])
         return FinishedStep(result)
+
+    def open_transfer(self, budget: int, wake: Callable[[], None]) -> CpuTransfer:
+        """The host pool of at most `budget` bytes, which is made while requests already run, and the copies."""
+        return CpuTransfer(self.store.pool, HostPool(self.store.layout.image_bytes, budget), wake)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:

@@ -1,9 +1,10 @@
 """A runner without a model: for benchmarks and fault tests of everything else. `--device null`."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine_core.model.config import load_model_config
-from engine_core.plan import StepPlan, StepResult
+from engine_core.plan import Copy, Landed, StepPlan, StepResult
 from protocol.config import EngineConfig
 
 DEFAULT_BLOCKS = 1 << 16
@@ -33,3 +34,29 @@ class NullRunner:
     def tokens(self) -> StepResult:
         """The tokens chosen at launch."""
         return self._result
+
+
+class NullTransfer:
+    """A `Transfer` that moves no bytes: copies have landed by the next `landed()`. It keeps tags as others do."""
+
+    def __init__(self, host_blocks: int, wake: Callable[[], None]) -> None:
+        self.host_blocks, self._wake = host_blocks, wake
+        self._tags: dict[int, int] = {}
+        self._started: list[Copy] = []
+
+    def start(self, copies: Sequence[Copy]) -> None:
+        """See `Transfer`."""
+        self._started += copies
+        if copies:
+            self._wake()
+
+    def landed(self) -> list[Landed]:
+        """See `Transfer`."""
+        copies, self._started = self._started, []
+        self._tags.update((copy.host, copy.tag) for copy in copies if copy.out)
+        by_ok = {ok: [copy for copy in copies if (self._tags.get(copy.host) == copy.tag) == ok] for ok in (True, False)}
+        return [Landed(some, ok, 0.0) for ok, some in by_ok.items() if some]
+
+    def close(self) -> None:
+        """See `Transfer`."""
+        self._started = []

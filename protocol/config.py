@@ -6,6 +6,7 @@ from protocol.errors import StartupError
 
 DEVICES = ("cpu", "cuda", "null")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
+PREEMPTIONS = ("auto", "swap", "recompute")
 WEIGHTS = ("auto", "dense", "int8", "int4")
 
 
@@ -30,12 +31,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1 << 20
     threads: int = 0  # CPU threads of the model; 0: by measurement
+    cpu_offload: bool = True
+    max_cpu_offload_mb: int = 2048  # MiB of host memory for the KV of swapped requests at most; 0: recompute only
+    preemption: str = "auto"  # how a request makes room: swap, recompute, or what costs less
+    max_pause: float = 0.5  # seconds that one request stays swapped out while others run, as a target
+    record: str = ""  # file to write the scheduler's inputs to, for tools/replay.py
+    swap_every: int = 0  # swap a request out at every n-th step though there is room: for tests and measurements
 
     def __post_init__(self) -> None:
         for name, choice, allowed in (
             ("--device", self.device, DEVICES),
             ("--dtype", self.dtype, DTYPES),
             ("--weights", self.weights, WEIGHTS),
+            ("--preemption", self.preemption, PREEMPTIONS),
         ):
             if choice not in allowed:
                 raise StartupError(f"{name} {choice!r} is not one of {', '.join(allowed)}")
@@ -49,9 +57,18 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("--max-waiting-requests", self.max_waiting_requests, 1, 1 << 20),
             ("--max-waiting-tokens", self.max_waiting_tokens, 1, 1 << 31),
             ("--threads", self.threads, 0, 1024),
+            ("--max-cpu-offload-mb", self.max_cpu_offload_mb, 0, 1 << 24),
+            ("--swap-every", self.swap_every, 0, 1 << 31),
         ):
             if not low <= value <= high:
                 raise StartupError(f"{name} {value} is out of range: {low} to {high}")
+        if not 0 < self.max_pause <= 3600:
+            raise StartupError(f"--max-pause {self.max_pause} is out of range: more than 0, at most 3600 seconds")
+
+    @property
+    def offload_budget(self) -> int:
+        """Bytes of host memory for the KV of swapped requests; 0 if none is ever swapped."""
+        return (self.max_cpu_offload_mb << 20) * (self.cpu_offload and self.preemption != "recompute")
 
 
 def dump_config(config: EngineConfig) -> str:
