@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_core.plan import Landed, Row, StepPlan, StepResult
-from engine_core.request import Request, State
+from engine_core.request import Block, Request, State
 from engine_core.residency import Residency, in_order
-from engine_core.swap import SwapPolicy, is_overdue, resume_key, victim_of_growth, victims_for
+from engine_core.swap import NEWCOMER, RESTING, SwapPolicy, is_overdue, resume_key, victim_of_growth, victims_for
 from protocol.errors import ErrorCode, PagetideError
 from protocol.messages import Finish
 
@@ -134,20 +134,28 @@ class Scheduler:
         paused = [request for request in self.paused if request.state is not State.SWAPPING_OUT]
         newcomers = self.waiting[: self.capacity.max_running]
         for request in heapq.merge(sorted(paused, key=self._turn), newcomers, key=self._turn):
-            found = self.residency.surviving_blocks(request)
-            blocks = self.residency.block_count(request.known) - len(found)
-            needed = blocks + self.pool.places_for(found) + promised
+            rank = self._turn(request)[1]
+            if rank == RESTING and self.running and not self._has_place(promised + 1):
+                continue
+            found, needed = self._needs(request, promised)
             if not self._has_place(needed):
                 self._make_room(request, needed)
+                found, needed = self._needs(request, promised)  # what was found may have been given up
             if self._has_place(needed):
                 is_new = request.cached_tokens < 0
                 self.residency.bring_in(request, found)
                 if is_new:
                     self._count_newcomer(request)
-            elif not self.residency.swaps or request.cached_tokens < 0:
+            elif not self.residency.swaps or rank == NEWCOMER:
                 return
             elif request.is_promised:
                 promised = needed
+
+    def _needs(self, request: Request, promised: int) -> tuple[list[Block], int]:
+        """The blocks of a request that needn't be computed, and how many places it needs beside `promised` ones."""
+        found = self.residency.surviving_blocks(request)
+        blocks = self.residency.block_count(request.known) - len(found)
+        return found, blocks + self.pool.places_for(found) + promised
 
     def _has_place(self, needed: int) -> bool:
         """Whether one more may run, with `needed` places.

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from engine_core.request import Request, State
 
-NEWCOMER = 3  # the last rank
+# Ranks of those who want in, within a priority.
+PROMISED, OVERDUE, RESTING, NEWCOMER = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,7 @@ class SwapPolicy:
 
     preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
     max_pause: float = 0.5  # a request silent for longer may displace others
-    min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again
+    min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again, at least 1
     min_interval: float = 0.25  # between two preemptions of a request
     overcommit: float = 3.0  # newcomers displace others only while all that was let in needs at most so many pools
     in_transit: float = 0.25  # share of the pool that may be moving for the sake of turns
@@ -52,12 +53,12 @@ def is_overdue(request: Request, policy: SwapPolicy, now: float) -> bool:
 def resume_key(request: Request, policy: SwapPolicy, now: float) -> tuple[int, int, float]:
     """Sort key of those who want in: those that room is made for, the overdue, others that have run, newcomers."""
     if request.is_promised:
-        return request.priority, 0, request.sequence
+        return request.priority, PROMISED, request.sequence
     if request.cached_tokens < 0:
         return request.priority, NEWCOMER, request.sequence
     if is_overdue(request, policy, now):
-        return request.priority, 1, request.last_active
-    return request.priority, 2, request.sequence
+        return request.priority, OVERDUE, request.last_active
+    return request.priority, RESTING, request.sequence
 
 
 def is_protected(request: Request, policy: SwapPolicy, now: float) -> bool:

@@ -29,12 +29,12 @@ def measure(num_requests: int, steps: int) -> dict[str, float]:
     parts: dict[str, list[float]] = {"schedule": [], "commit": [], "wire": [], "total": []}
     for step in range(steps):
         t0 = time.perf_counter()
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(t0)
         t1 = time.perf_counter()
         assert plan is not None
         result = StepResult([5] * num_requests)
         t2 = time.perf_counter()
-        outcomes = scheduler.commit(plan, result)
+        outcomes = scheduler.commit(plan, result, t2)
         t3 = time.perf_counter()
         message = decoder.decode(encode(encode_step(plan.step, outcomes, result)))
         columns = unpack_i64(message.ids), unpack_i32(message.tokens), message.finish

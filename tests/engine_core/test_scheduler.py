@@ -40,7 +40,7 @@ policies = st.builds(
     SwapPolicy,
     preemption=st.sampled_from(["auto", "swap", "recompute"]),
     max_pause=st.sampled_from([0.02, 0.1, 1.0]),
-    min_tokens=st.integers(0, 8),
+    min_tokens=st.integers(1, 8),
     min_interval=st.sampled_from([0.0, 0.05]),
     overcommit=st.sampled_from([1.0, 2.0, 4.0]),
     swap_every=st.sampled_from([0, 0, 0, 1, 3]),
