@@ -11,6 +11,7 @@ from engine_core.intake import FrontendGone, Intake, aborted_ids
 from engine_core.load import Engine
 from engine_core.output import OutputChannel
 from engine_core.plan import StepPlan
+from engine_core.recorder import Recorder, RecordingScheduler
 from engine_core.request import Request
 from engine_core.runner import Transfer
 from engine_core.scheduler import Scheduler
@@ -18,9 +19,10 @@ from engine_core.stats import core_status
 from engine_core.swap import SwapPolicy
 from protocol.channels import PING_INTERVAL, new_identity
 from protocol.errors import ErrorCode
-from protocol.messages import PROTOCOL_VERSION, Abort, CoreStatus, Finish, ModelInfo, Role, Welcome
+from protocol.messages import PROTOCOL_VERSION, Abort, Finish, ModelInfo, Role, Welcome
 from protocol.messages import Limits as WireLimits
 from protocol.runtime_dir import core_endpoint, output_endpoint, status_endpoint
+from protocol.status import CoreStatus
 
 MAX_FAILED_STEPS = 3  # in a row; then the fault isn't a request's but ours
 WATCHDOG_SECONDS = 10.0  # with work waiting and nothing planned
@@ -65,11 +67,13 @@ class EngineCore:
         model: ModelInfo,
         limits: WireLimits,
         policy: SwapPolicy | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """Take everybody in: the model is there."""
         self.engine = engine
         self.runner, self.transfer = engine.runner, engine.transfer
-        self.scheduler = Scheduler(engine.capacity, model.eos_token_ids, policy)
+        arguments = engine.capacity, model.eos_token_ids, policy
+        self.scheduler = RecordingScheduler(recorder, *arguments) if recorder else Scheduler(*arguments)
         self._requests = self.scheduler.requests
         self.model, self.limits = model, limits
         welcome = Welcome(PROTOCOL_VERSION, self.identity, model, limits)
@@ -110,7 +114,7 @@ class EngineCore:
             self.last_progress = time.monotonic()
             self.scheduler.land(landed, self.last_progress)
         if self.transfer.host_blocks > self.scheduler.pool.host_blocks:
-            self.scheduler.pool.grow_host(self.transfer.host_blocks)
+            self.scheduler.grow_host(self.transfer.host_blocks)
 
     def _compute(self, plan: StepPlan) -> None:
         started = time.monotonic()

@@ -8,7 +8,7 @@ import zmq
 from protocol.channels import remove_socket_file
 from protocol.codec import encode
 from protocol.errors import StartupError
-from protocol.messages import CoreStatus
+from protocol.status import CoreStatus
 
 INTERVAL = 0.25  # seconds
 

@@ -4,7 +4,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from protocol.messages import CoreStatus, PeerInfo
+from protocol.status import CoreStatus, PeerInfo
 
 if TYPE_CHECKING:
     from engine_core.core import EngineCore

@@ -25,7 +25,6 @@ from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     Accepted,
-    CoreStatus,
     Detokenize,
     Detokenized,
     Hello,
@@ -45,6 +44,7 @@ from protocol.messages import (
     pack_i64,
 )
 from protocol.runtime_dir import core_endpoint, status_endpoint
+from protocol.status import CoreStatus
 
 _log = logging.getLogger("pagetide.client")
 

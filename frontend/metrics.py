@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from protocol.messages import CoreStatus
+from protocol.status import CoreStatus
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 

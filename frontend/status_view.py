@@ -13,8 +13,8 @@ from rich.table import Table
 from frontend.options import format_size
 from protocol.codec import Decoder, as_objects
 from protocol.errors import StartupError
-from protocol.messages import CoreStatus
 from protocol.runtime_dir import status_endpoint
+from protocol.status import CoreStatus
 
 TIMEOUT = 3.0  # seconds to wait for a heartbeat, which comes several times a second
 

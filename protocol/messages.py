@@ -363,38 +363,3 @@ class TextDeltas(Message, frozen=True):
     """All that a step gave one frontend."""
 
     deltas: list[TextDelta]
-
-
-# -- status ----------------------------------------------------------------------------------------------------
-
-
-class PeerInfo(Part, frozen=True):
-    """A process that is connected to the core."""
-
-    role: Role
-    identity: str
-    pid: int
-    endpoint: str
-
-
-class CoreStatus(Message, frozen=True):
-    """The core's heartbeat, published several times a second; only the newest value matters.
-
-    `step_age` counts from the last end of a step or idle moment: with work pending, a large one means a hanging loop.
-    """
-
-    identity: str
-    pid: int
-    time: float  # unix seconds
-    uptime: float
-    step: int
-    step_age: float
-    model: ModelInfo
-    limits: Limits
-    waiting: int
-    waiting_tokens: int
-    running: int
-    peers: list[PeerInfo]
-    gauges: dict[str, float] = {}  # point-in-time values by metric name
-    counters: dict[str, float] = {}  # monotonic totals by metric name
-    memory: dict[str, int] = {}  # bytes by use, as the start-up line lists them

@@ -23,7 +23,6 @@ from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     Accepted,
-    CoreStatus,
     Finish,
     Hello,
     Limits,
@@ -41,6 +40,7 @@ from protocol.messages import (
     unpack_i64,
 )
 from protocol.runtime_dir import core_endpoint, output_endpoint, status_endpoint
+from protocol.status import CoreStatus
 
 VOCAB = 100
 

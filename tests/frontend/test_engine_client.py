@@ -20,14 +20,12 @@ from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     Accepted,
-    CoreStatus,
     Detokenize,
     Detokenized,
     Finish,
     Hello,
     Limits,
     ModelInfo,
-    PeerInfo,
     Rejected,
     Role,
     SamplingParams,
@@ -43,6 +41,7 @@ from protocol.messages import (
     unpack_i64,
 )
 from protocol.runtime_dir import core_endpoint, status_endpoint
+from protocol.status import CoreStatus, PeerInfo
 
 MODEL, LIMITS = ModelInfo("m", "p", 10, 100, 0, [2]), Limits(4, 1000)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from frontend.metrics import Metrics
-from protocol.messages import CoreStatus, Limits, ModelInfo
+from protocol.messages import Limits, ModelInfo
+from protocol.status import CoreStatus
 
 STATUS = CoreStatus(
     identity="core-1",

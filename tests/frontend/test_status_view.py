@@ -11,8 +11,9 @@ from rich.console import Console
 from frontend import status_view
 from protocol.codec import encode
 from protocol.errors import StartupError
-from protocol.messages import CoreStatus, Limits, ModelInfo, PeerInfo, Role
+from protocol.messages import Limits, ModelInfo, Role
 from protocol.runtime_dir import status_endpoint
+from protocol.status import CoreStatus, PeerInfo
 
 STATUS = CoreStatus(
     identity="core-1",

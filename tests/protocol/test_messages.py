@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import messages
+from protocol import messages, status
 from protocol.codec import Decoder, encode
 from protocol.messages import (
     Finish,
@@ -30,7 +30,13 @@ from protocol.messages import (
     unpack_i64,
 )
 
-CLASSES = [kind for _, kind in inspect.getmembers(messages, inspect.isclass) if issubclass(kind, (Message, Part))]
+MODULES = (messages, status)
+CLASSES = [
+    kind
+    for module in MODULES
+    for _, kind in inspect.getmembers(module, inspect.isclass)
+    if issubclass(kind, (Message, Part)) and kind.__module__ == module.__name__
+]
 MESSAGES = [kind for kind in CLASSES if issubclass(kind, Message) and kind is not Message]
 PARTS = [kind for kind in CLASSES if issubclass(kind, Part) and kind is not Part]
 

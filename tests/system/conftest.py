@@ -9,7 +9,7 @@ import pytest
 
 from frontend.engine_client import EngineClient
 from protocol.config import EngineConfig
-from protocol.messages import CoreStatus
+from protocol.status import CoreStatus
 from tools.local_engine import LocalEngine
 
 

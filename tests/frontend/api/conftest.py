@@ -11,11 +11,9 @@ import pytest
 from frontend.api.app import Api, ApiConfig
 from protocol.errors import ErrorCode, PagetideError
 from protocol.messages import (
-    CoreStatus,
     Finish,
     Limits,
     ModelInfo,
-    PeerInfo,
     Prompt,
     Role,
     SamplingParams,
@@ -27,6 +25,7 @@ from protocol.messages import (
     TokenText,
     pack_i32,
 )
+from protocol.status import CoreStatus, PeerInfo
 
 MODEL = ModelInfo("org/tiny", "path", 1000, 256, 1700000000, [2])
 Step = TextDelta | PagetideError | asyncio.Event  # an event: wait until it is set
