@@ -22,7 +22,9 @@ from kernels.linear import Linear
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
+    """Weights of one layer."""
+
     attn_norm: Tensor
     qkv: Linear
     q_norm: Tensor | None
@@ -71,9 +73,9 @@ class Decoder:
             loaded(sum(map(weights.bytes_of, names)))
             return made
 
-        def layer(number: int) -> _Layer:
+        def layer(number: int) -> Layer:
             at = f"layers.{number}."
-            return _Layer(
+            return Layer(
                 attn_norm=norm(at + "attn_norm"),
                 qkv=linear(at + "q", at + "k", at + "v"),
                 q_norm=norm(at + "q_norm") if config.qk_norm else None,
@@ -89,27 +91,34 @@ class Decoder:
             )
 
         self._embedding = matrix("embed")
-        self._layers = [layer(number) for number in range(config.num_layers)]
+        self.layers = [layer(number) for number in range(config.num_layers)]
         self._norm = norm("norm")
         self._head = make.head(self._embedding if config.tied_embeddings else matrix("head"))
 
     def forward(self, batch: Batch, kv: PagedKV) -> Tensor:
         """Run all layers, writing and reading `kv`; returns hidden states `[n, hidden]`, not yet normed."""
-        hidden, eps = F.embedding(batch.tokens, self._embedding), self.config.rms_norm_eps
-        if self._embedding_scale != 1:
-            hidden *= self._embedding_scale
-        tables = {
-            rope: [table.to(self._dtype) for table in rope_table(*found, batch.positions)]
-            for rope, found in self._frequencies.items()
-        }
-        for layer, layer_kv in zip(self._layers, kv.layers, strict=True):
-            cos, sin = tables[layer.rope]
-            x = self._attend(layer, rms_norm(hidden, layer.attn_norm, eps), layer_kv, cos, sin, batch)
-            x = layer.o(x)
-            hidden += x if layer.attn_out_norm is None else rms_norm(x, layer.attn_out_norm, eps)
-            x = layer.down(self._gate(layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))))
-            hidden += x if layer.mlp_out_norm is None else rms_norm(x, layer.mlp_out_norm, eps)
+        hidden, tables = self.embed(batch), self.rope_tables(batch)
+        for layer, layer_kv in zip(self.layers, kv.layers, strict=True):
+            self.run_layer(layer, hidden, layer_kv, tables[layer.rope], batch)
         return hidden
+
+    def embed(self, batch: Batch) -> Tensor:
+        """What the first layer takes, `[n, hidden]`."""
+        hidden = F.embedding(batch.tokens, self._embedding)
+        return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
+
+    def rope_tables(self, batch: Batch) -> dict[RopeConfig, tuple[Tensor, Tensor]]:
+        """Cos and sin, `[n, 1, head_dim]`, of each kind of layer."""
+        tables = {rope: rope_table(*found, batch.positions) for rope, found in self._frequencies.items()}
+        return {rope: (cos.to(self._dtype), sin.to(self._dtype)) for rope, (cos, sin) in tables.items()}
+
+    def run_layer(self, layer: Layer, hidden: Tensor, kv: LayerKV, table: tuple[Tensor, Tensor], batch: Batch) -> None:
+        """Add what a layer computes to `hidden`, in place."""
+        eps = self.config.rms_norm_eps
+        x = layer.o(self._attend(layer, rms_norm(hidden, layer.attn_norm, eps), kv, *table, batch))
+        hidden += x if layer.attn_out_norm is None else rms_norm(x, layer.attn_out_norm, eps)
+        x = layer.down(self._gate(layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))))
+        hidden += x if layer.mlp_out_norm is None else rms_norm(x, layer.mlp_out_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits `[r, vocab]` of hidden states `[r, hidden]`."""
@@ -117,7 +126,7 @@ class Decoder:
         cap = self.config.logit_softcap
         return logits if not cap else (logits / cap).tanh_().mul_(cap)
 
-    def _attend(self, layer: _Layer, x: Tensor, kv: LayerKV, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+    def _attend(self, layer: Layer, x: Tensor, kv: LayerKV, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         heads, kv_heads, width = self._heads, self._kv_heads, self.config.head_dim
         qkv = layer.qkv(x).view(len(x), -1, width)
         qk = qkv[:, : heads + kv_heads]
