@@ -59,11 +59,15 @@ def serve(config: EngineConfig, directory: Path | None) -> int:
 
 def _serve(config: EngineConfig, directory: Path) -> int:
     from engine_core.core import EngineCore
+    from engine_core.recorder import Recorder
     from engine_core.swap import SwapPolicy
 
     started = time.monotonic()
     core = EngineCore(directory)
+    recorder: Recorder | None = None
     try:
+        if config.record:
+            recorder = Recorder(Path(config.record))
         from engine_core.load import load  # imports torch
 
         engine = load(config, _print_progress)
@@ -78,7 +82,7 @@ def _serve(config: EngineConfig, directory: Path) -> int:
         )
         limits = Limits(config.max_waiting_requests, config.max_waiting_tokens)
         policy = SwapPolicy(config.preemption, config.max_pause, swap_every=config.swap_every)
-        core.open(engine, model, limits, policy)
+        core.open(engine, model, limits, policy, recorder)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: core.stop())
         _log.info("ready after %.1f s in %s: %s", time.monotonic() - started, directory, engine.summary)
@@ -87,6 +91,8 @@ def _serve(config: EngineConfig, directory: Path) -> int:
         return 0
     finally:
         core.close()
+        if recorder is not None:
+            recorder.close()
 
 
 def _print_progress(done: int, total: int) -> None:

@@ -110,6 +110,10 @@ class Scheduler:
             self._finish(request)
         return request
 
+    def grow_host(self, host_blocks: int) -> None:
+        """The host pool has become so large."""
+        self.pool.grow_host(host_blocks)
+
     # -- planning ----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
