@@ -1,21 +1,25 @@
 """Sends what steps gave to the detokenizers, one StepOutput per step and detokenizer."""
 
+import time
 from collections.abc import Iterable
 
 import zmq
 
 from engine_core.plan import StepResult
-from engine_core.request import Request
+from engine_core.request import Request, State
 from engine_core.scheduler import Outcome
 from protocol.channels import Peer, Server
 from protocol.errors import ErrorCode
 from protocol.messages import (
     Abort,
     Finish,
+    Pause,
+    Paused,
     Role,
     RowExtra,
     Started,
     StepOutput,
+    Timing,
     TopLogprobs,
     Welcome,
     pack_i32,
@@ -50,7 +54,7 @@ class OutputChannel:
         for identity, mine in by_detokenizer.items():
             peer = self.server.peers.get(identity)
             if peer is not None:
-                self._announce(peer, mine)
+                self._announce(peer, [outcome.request for outcome in mine])
                 for part in _parts(mine):
                     self.server.send(peer, encode_step(step, part, result))
 
@@ -59,8 +63,8 @@ class OutputChannel:
         for request in requests:
             peer = self.server.peers.get(request.detokenizer)
             if peer is not None:
-                self._announce(peer, [Outcome(request, -1, Finish.ERROR)])
-                extra = RowExtra(0, error_code=code, error=message)
+                self._announce(peer, [request])
+                extra = RowExtra(0, error_code=code, error=message, timing=timing_of(request))
                 ids, tokens, finish = pack_i64([request.id]), pack_i32([-1]), bytes([Finish.ERROR])
                 self.server.send(peer, StepOutput(step, ids, tokens, finish, [extra]))
 
@@ -70,9 +74,21 @@ class OutputChannel:
         if peer is not None and request.announced:
             self.server.send(peer, Abort(pack_i64([request.id])))
 
-    def _announce(self, peer: Peer, outcomes: list[Outcome]) -> None:
-        for outcome in outcomes:
-            request = outcome.request
+    def notify(self, pauses: Iterable[tuple[Request, bool]]) -> None:
+        """Tell of requests that were paused (True) or run again, in order; only those hear of it that asked."""
+        told: dict[str, list[tuple[int, Pause]]] = {}
+        for request, is_paused in pauses:
+            peer = self.server.peers.get(request.detokenizer)
+            if request.text.notices and peer is not None and request.state is not State.FINISHED:
+                self._announce(peer, [request])
+                kind = Pause.RECOMPUTED if request.state is State.WAITING else Pause.SWAPPED
+                told.setdefault(peer.identity, []).append((request.id, kind if is_paused else Pause.RESUMED))
+        for identity, entries in told.items():
+            ids, kinds = zip(*entries, strict=True)
+            self.server.send(self.server.peers[identity], Paused(pack_i64(ids), bytes(kinds)))
+
+    def _announce(self, peer: Peer, requests: Iterable[Request]) -> None:
+        for request in requests:
             if not request.announced:
                 request.announced = True
                 top = request.sampling.prompt_logprobs
@@ -99,7 +115,9 @@ def encode_step(step: int, outcomes: list[Outcome], result: StepResult) -> StepO
     """Columns of one detokenizer's share of a step."""
     extras = []
     # Log-probabilities of a prompt may all come from earlier chunks, so the result doesn't tell who has some.
-    if result.logprobs or any(o.finish is Finish.ERROR or o.request.sampling.prompt_logprobs >= 0 for o in outcomes):
+    if result.logprobs or any(
+        o.finish or o.request.sampling.prompt_logprobs >= 0 or o.request.text.timing for o in outcomes
+    ):
         for row, outcome in enumerate(outcomes):
             extra = _extra(row, outcome, result)
             if extra is not None:
@@ -115,16 +133,30 @@ def encode_step(step: int, outcomes: list[Outcome], result: StepResult) -> StepO
 
 def _extra(row: int, outcome: Outcome, result: StepResult) -> RowExtra | None:
     request = outcome.request
+    # A stop string ends an answer before the core hears of it.
+    timing = timing_of(request) if outcome.finish or (request.text.timing and request.text.stop) else None
     if outcome.finish is Finish.ERROR:
         return RowExtra(
             row,
             error_code=ErrorCode.NON_FINITE_LOGITS,
             error="the model's logits for this request are not finite",
+            timing=timing,
         )
     logprobs = result.logprobs.get(request.id)
     prompt_logprobs: list[TopLogprobs | None] | None = None
     if request.sampling.prompt_logprobs >= 0 and len(request.output) == 1:
         prompt_logprobs = [None, *request.prompt_logprobs]
-    if logprobs is None and prompt_logprobs is None:
+    if logprobs is None and prompt_logprobs is None and timing is None:
         return None
-    return RowExtra(row, logprobs, prompt_logprobs)
+    return RowExtra(row, logprobs, prompt_logprobs, timing=timing)
+
+
+def timing_of(request: Request) -> Timing:
+    """Where its time went, up to its end; of one that still runs, up to now."""
+    spent, ended = list(request.spent), request.ended
+    if request.state is not State.FINISHED:
+        ended = max(time.monotonic(), request.since)
+        spent[request.state] += ended - request.since
+    queued, prefill, decode, swapping_out, swapped, swapping_in = spent
+    phases = queued, prefill, decode, swapping_out, swapped, swapping_in
+    return Timing(request.arrival, ended, *phases, request.swaps, request.recomputes)

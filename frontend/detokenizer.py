@@ -11,6 +11,8 @@ from protocol.errors import ErrorCode
 from protocol.messages import (
     Abort,
     Finish,
+    Pause,
+    Paused,
     RowExtra,
     Started,
     StepOutput,
@@ -68,7 +70,7 @@ class DetokenizerService:
         """Number of running requests."""
         return len(self._answers)
 
-    def handle(self, message: Started | StepOutput | Abort) -> Outgoing:
+    def handle(self, message: Started | StepOutput | Abort | Paused) -> Outgoing:
         """Return what to send. A request that can't be decoded ends with an error; the others are untouched."""
         outgoing = Outgoing({}, [], [])
         if isinstance(message, Started):
@@ -79,6 +81,11 @@ class DetokenizerService:
         elif isinstance(message, Abort):
             for request_id in unpack_i64(message.request_ids):
                 self._answers.pop(request_id, None)
+        elif isinstance(message, Paused):
+            for request_id, kind in zip(unpack_i64(message.request_ids), message.kinds, strict=True):
+                if answer := self._answers.get(request_id):
+                    delta = TextDelta(request_id, "", 0, pause=Pause(kind))
+                    outgoing.deltas.setdefault(answer.frontend, []).append(delta)
         else:
             self._step(message, outgoing)
         return outgoing
@@ -162,6 +169,7 @@ class DetokenizerService:
             cached_tokens=0 if prompt is None else answer.cached_tokens,
             error_code=extra.error_code,
             error=extra.error,
+            timing=extra.timing if finish else None,
         )
 
     def _prompt_logprobs(

@@ -2,10 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import groupby
 from types import TracebackType
 from typing import Protocol
 
+from frontend.timing import Times, account
 from protocol.channels import Link
 from protocol.errors import ErrorCode, PagetideError
 from protocol.messages import (
@@ -57,6 +59,10 @@ class Generation:
         self.detokenizer: Link
         self.unfinished: set[int] = set()
         self.unread_since = float("inf")
+        self.times: dict[int, Times] = {}  # by choice, when it has ended
+        self.gaps: dict[int, float] = {}  # by choice: the longest time between two of its deltas, seconds
+        self._submitted = 0.0
+        self._last_delta: dict[int, float] = {}
         self._client = client
         self._request = prompt, sampling, text, priority, cache_salt
         self._answered = 0
@@ -80,6 +86,7 @@ class Generation:
         prompt, sampling, text, priority, cache_salt = self._request
         detokenizer = self.detokenizer.server
         self.unfinished = set(self.ids)
+        self._submitted = time.monotonic()
         return SubmitText(self.first_id, self.choices, prompt, sampling, text, detokenizer, priority, cache_salt)
 
     async def __aenter__(self) -> "Generation":
@@ -107,7 +114,8 @@ class Generation:
                 deltas = self._unread.pop(request_id)
                 self._unread_bytes -= sum(map(_size, deltas))
                 self.unread_since = time.monotonic() if self._unread else float("inf")
-                yield request_id - self.first_id, deltas[0] if len(deltas) == 1 else merge(deltas)
+                for delta in merge_text(deltas):
+                    yield request_id - self.first_id, delta
             if self._error is not None:
                 raise self._error
             if not self.unfinished:
@@ -133,11 +141,21 @@ class Generation:
             self.unread_since = time.monotonic()
         self._unread.setdefault(delta.request_id, []).append(delta)
         self._unread_bytes += _size(delta)
+        if delta.pause is None:
+            self._take_time(delta)
         if delta.finish is not Finish.NONE:
             self.unfinished.discard(delta.request_id)
         self._news.set()
         if self._unread_bytes > UNREAD_BYTES:
             self.fail_slow()
+
+    def _take_time(self, delta: TextDelta) -> None:
+        now, choice = time.monotonic(), delta.request_id - self.first_id
+        gap = now - self._last_delta.get(choice, now)
+        self._last_delta[choice] = now
+        self.gaps[choice] = gap = max(gap, self.gaps.get(choice, 0.0))
+        if delta.timing is not None:
+            self.times[choice] = account(delta.timing, self._submitted, now, gap)
 
     def fail(self, error: PagetideError) -> None:
         """End it: the consumer gets what has come, then the error."""
@@ -173,4 +191,12 @@ def merge(deltas: Sequence[TextDelta]) -> TextDelta:
         cached_tokens=max(delta.cached_tokens for delta in deltas),
         error_code=last.error_code,
         error=last.error,
+        timing=last.timing,
     )
+
+
+def merge_text(deltas: Sequence[TextDelta]) -> Iterator[TextDelta]:
+    """The fewest deltas that stand for those of one request, with its pauses where they were."""
+    for is_text, group in groupby(deltas, lambda delta: delta.pause is None):
+        some = list(group)
+        yield from [merge(some)] if is_text and len(some) > 1 else some

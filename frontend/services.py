@@ -24,6 +24,7 @@ from protocol.messages import (
     Accepted,
     Detokenize,
     Hello,
+    Paused,
     Rejected,
     Role,
     Started,
@@ -150,7 +151,7 @@ class DetokenizerProcess(Service):
     """The core's tokens to frontends' text."""
 
     def __init__(self, directory: Path) -> None:
-        from_core = Started | StepOutput | Abort
+        from_core = Started | StepOutput | Abort | Paused
         super().__init__(directory, Role.DETOKENIZER, output_endpoint(directory), from_core, Hello)
 
     def run(self) -> int:

@@ -11,58 +11,24 @@ The life of a request, message by message:
     core      -> tokenizer    Accepted | Rejected   sent by the intake thread, passed on to the frontend
     core      -> detokenizer  Started, StepOutput*  Started always precedes the first StepOutput of a request;
                               Abort                 of started requests that the frontend has dropped
+                              Paused                of requests that asked for notices
     detokenizer -> frontend   TextDeltas*           exactly one TextDelta of a request has a `finish`
     frontend  -> tokenizer -> core   Abort          same path as the submit, so it can't overtake it
     detokenizer -> core       Abort                 after a stop string; the request was running, so it can't overtake
 """
 
-import sys
-from array import array
 from enum import IntEnum
 from typing import Any
 
 import msgspec
 
+from protocol.columns import pack_i32 as pack_i32
+from protocol.columns import pack_i64 as pack_i64
+from protocol.columns import unpack_i32 as unpack_i32
+from protocol.columns import unpack_i64 as unpack_i64
 from protocol.errors import ErrorCode
 
 PROTOCOL_VERSION = 1
-
-_BIG_ENDIAN = sys.byteorder == "big"
-
-
-def _pack(typecode: str, values: Any) -> bytes:
-    column = array(typecode, values)
-    if _BIG_ENDIAN:
-        column.byteswap()
-    return column.tobytes()
-
-
-def _unpack(typecode: str, data: bytes) -> "array[int]":
-    column: array[int] = array(typecode)
-    column.frombytes(data)
-    if _BIG_ENDIAN:
-        column.byteswap()
-    return column
-
-
-def pack_i32(values: Any) -> bytes:
-    """Encode an iterable of ints as little-endian int32. Raises OverflowError outside the range."""
-    return _pack("i", values)
-
-
-def unpack_i32(data: bytes) -> "array[int]":
-    """Decode little-endian int32. Raises ValueError if the length is not a multiple of four."""
-    return _unpack("i", data)
-
-
-def pack_i64(values: Any) -> bytes:
-    """Encode an iterable of ints as little-endian int64. Raises OverflowError outside the range."""
-    return _pack("q", values)
-
-
-def unpack_i64(data: bytes) -> "array[int]":
-    """Decode little-endian int64. Raises ValueError if the length is not a multiple of eight."""
-    return _unpack("q", data)
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -164,6 +130,8 @@ class TextParams(Part, frozen=True):
     include_stop_str: bool = False
     skip_special_tokens: bool = True
     echo: bool = False  # the first delta starts with the prompt's text
+    notices: bool = False  # tell when it is paused, and when it runs again
+    timing: bool = False  # the last delta has a Timing even if a stop string ends the answer
 
 
 class TextPrompt(Part, tag="text", frozen=True):
@@ -295,6 +263,36 @@ class TopLogprobs(Part, frozen=True):
     rank: int = 0
 
 
+class Timing(Part, frozen=True):
+    """Where a request's time in the core went, by state. All in seconds; their sum is `ended - arrival`."""
+
+    arrival: float  # CLOCK_MONOTONIC, one clock for all processes of a machine
+    ended: float
+    queued: float  # before it ran, and after its KV was dropped
+    prefill: float
+    decode: float
+    swapping_out: float  # its KV is being copied
+    swapped: float
+    swapping_in: float
+    swaps: int = 0  # how often it was swapped out
+    recomputes: int = 0  # how often its KV was dropped
+
+
+class Pause(IntEnum):
+    """What has become of a running request: it goes on, or it waits with its KV swapped out or dropped."""
+
+    RESUMED = 0
+    SWAPPED = 1
+    RECOMPUTED = 2
+
+
+class Paused(Message, frozen=True):
+    """What has become of requests that asked to be told, in order of `kinds`, which are values of Pause."""
+
+    request_ids: bytes  # int64
+    kinds: bytes  # uint8
+
+
 class Started(Message, frozen=True):
     """A request runs for the first time. `prompt` holds all ids if the text is echoed, else the last few."""
 
@@ -314,6 +312,7 @@ class RowExtra(Part, frozen=True):
     prompt_logprobs: list[TopLogprobs | None] | None = None  # once, with the first token
     error_code: ErrorCode | None = None
     error: str = ""
+    timing: Timing | None = None  # when it ends
 
 
 class StepOutput(Message, frozen=True):
@@ -357,6 +356,8 @@ class TextDelta(Part, frozen=True):
     cached_tokens: int = 0
     error_code: ErrorCode | None = None
     error: str = ""
+    timing: Timing | None = None  # in the last delta, unless a stop string has ended what asked for none
+    pause: Pause | None = None  # then it tells this alone: there is no text
 
 
 class TextDeltas(Message, frozen=True):

@@ -12,6 +12,17 @@ class PeerInfo(Part, frozen=True):
     endpoint: str
 
 
+class CpuOffload(Part, frozen=True):
+    """The swapping of KV to host memory."""
+
+    enabled: bool = False
+    payload_bytes: int = 0  # block images in the host pool, those being copied included
+    budget_bytes: int = 0  # --max-cpu-offload-mb
+    max_swapped_requests: int = 0  # at once, since the start
+    copying_blocks: int = 0  # in flight, both ways
+    host_pool_bytes: int = 0  # made so far of the budget
+
+
 class CoreStatus(Message, frozen=True):
     """The core's heartbeat, published several times a second; only the newest value matters.
 
@@ -33,3 +44,5 @@ class CoreStatus(Message, frozen=True):
     gauges: dict[str, float] = {}  # point-in-time values by metric name
     counters: dict[str, float] = {}  # monotonic totals by metric name
     memory: dict[str, int] = {}  # bytes by use, as the start-up line lists them
+    swapped: int = 0  # requests that are swapped out
+    cpu_offload: CpuOffload = CpuOffload()
