@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -10,10 +11,10 @@ from engine_core.heartbeat import Heartbeat
 from engine_core.intake import FrontendGone, Intake, aborted_ids
 from engine_core.load import Engine
 from engine_core.output import OutputChannel
-from engine_core.plan import StepPlan
+from engine_core.plan import StepPlan, has_penalties
 from engine_core.recorder import Recorder, RecordingScheduler
 from engine_core.request import Request
-from engine_core.runner import Transfer
+from engine_core.runner import StepHandle, Transfer
 from engine_core.scheduler import Scheduler
 from engine_core.stats import core_status
 from engine_core.swap import SwapPolicy
@@ -33,6 +34,20 @@ _log = logging.getLogger("pagetide.core")
 
 class EngineStuck(RuntimeError):
     """Work is waiting and nothing progresses: a bug that must not be hidden."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step in flight."""
+
+    plan: StepPlan
+    handle: StepHandle
+    started: float  # seconds, monotonic
+
+    @property
+    def may_plan_ahead(self) -> bool:
+        """Whether the next step can be planned without the tokens that this one samples: penalties need them."""
+        return not any(has_penalties(row.sampling) for row in (*self.plan.decodes, *self.plan.prefills))
 
 
 class EngineCore:
@@ -57,6 +72,7 @@ class EngineCore:
         self._failed_steps = 0
         self._taken = self._taken_tokens = 0  # from the intake, since the start
         self.transfer: Transfer | None = None
+        self._in_flight: LaunchedStep | None = None
         self._requests: dict[int, Request] = {}  # the scheduler's, once there is one
         self.finished = self.aborted = self.failed = self.generated_tokens = self.prompt_tokens = 0
         self.step_seconds = self.longest_step = 0.0
@@ -85,25 +101,27 @@ class EngineCore:
     # -- the step loop -----------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """The step loop."""
+        """The step loop. If it overlaps, a step is planned and launched before the one before it is collected."""
         while not self.stopping:
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and self._in_flight is None:
                 self._sleep()
             self._take_in()
             self._land_copies()
+            if self._in_flight is not None and not self._in_flight.may_plan_ahead:
+                self._collect()
             plan = self.scheduler.schedule(time.monotonic())
             self.scheduler.pauses.clear()
             self.intake.left = self._taken - len(self.scheduler.waiting)
             self.intake.left_tokens = self._taken_tokens - self.scheduler.waiting_tokens
-            if plan is not None:
-                if self.transfer is not None and plan.copies:
-                    self.transfer.start(plan.copies)
-                if plan.num_tokens:
-                    self._compute(plan)
-            elif self.scheduler.has_work:
+            launched = None if plan is None else self._launch(plan)
+            is_idle = plan is None and self._in_flight is None
+            self._collect()
+            self._in_flight = launched
+            if not self.engine.overlap:
+                self._collect()
+            if is_idle:
                 self._check_progress()
-            else:
-                self.last_progress = time.monotonic()
+        self._collect()
 
     def _land_copies(self) -> None:
         """Tell the scheduler which copies have ended, and how large the host pool is by now."""
@@ -116,24 +134,40 @@ class EngineCore:
         if self.transfer.host_blocks > self.scheduler.pool.host_blocks:
             self.scheduler.grow_host(self.transfer.host_blocks)
 
-    def _compute(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan) -> "LaunchedStep | None":
+        """Start a plan's copies, and its step if it has one."""
+        if self.transfer is not None and plan.copies:
+            self.transfer.start(plan.copies)
+        if not plan.num_tokens:
+            return None
         started = time.monotonic()
         try:
-            result = self.runner.launch(plan).tokens()
+            return LaunchedStep(plan, self.runner.launch(plan), started)
         except Exception as error:
             self._fail_step(plan, error)
+            return None
+
+    def _collect(self) -> None:
+        """Wait for the step in flight, if there is one, and give out what it gave."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
             return
-        self.last_progress = time.monotonic()
+        try:
+            result = step.handle.tokens()
+        except Exception as error:
+            self._fail_step(step.plan, error)
+            return
+        started, self.last_progress = max(step.started, self.last_progress), time.monotonic()
         seconds = self.last_progress - started
-        outcomes = self.scheduler.commit(plan, result, self.last_progress, seconds)
-        self.output.publish(plan.step, outcomes, result)
+        outcomes = self.scheduler.commit(step.plan, result, self.last_progress, seconds)
+        self.output.publish(step.plan.step, outcomes, result)
         self._failed_steps = 0
         self.step_seconds += seconds
         self.longest_step = max(seconds, self.longest_step * 0.5 ** (seconds / STEP_MEMORY))
         failed = sum(outcome.finish is Finish.ERROR for outcome in outcomes)
         self.failed += failed
         self.generated_tokens += len(outcomes) - failed
-        self.prompt_tokens += sum(len(row.tokens) for row in plan.prefills)
+        self.prompt_tokens += sum(len(row.tokens) for row in step.plan.prefills)
         self.finished += sum(bool(outcome.finish) for outcome in outcomes) - failed
 
     def _take_in(self) -> None:
@@ -180,13 +214,16 @@ class EngineCore:
         _log.exception("step %d failed", plan.step)
         self._failed_steps += 1
         ids = [row.request_id for row in (*plan.decodes, *plan.prefills)]
-        requests = [request for request in map(self.scheduler.abort, ids) if request is not None]
+        requests = [request for request in map(self.scheduler.discard, ids) if request is not None]
         self.failed += len(requests)
         self.output.fail(plan.step, requests, ErrorCode.INTERNAL_ERROR, f"the step failed: {error}")
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise EngineStuck(f"{MAX_FAILED_STEPS} steps failed in a row, the last one with: {error}") from error
 
     def _check_progress(self) -> None:
+        if not self.scheduler.has_work:
+            self.last_progress = time.monotonic()
+            return
         if time.monotonic() - self.last_progress > WATCHDOG_SECONDS:
             scheduler = self.scheduler
             raise EngineStuck(

@@ -24,6 +24,7 @@ class Engine:
     memory: dict[str, int]  # bytes by use
     kv_cache_dtype: str
     summary: str  # for the start-up line
+    overlap: bool = False  # whether steps are planned while others run
 
 
 def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from protocol.messages import SamplingParams, TopLogprobs
 
+UNKNOWN = -1
+"""Stands for the token of a decode row that the step before it samples: the runner takes it from there."""
+
 
 @dataclass(slots=True, frozen=True)
 class Row:
@@ -75,3 +78,8 @@ class StepResult:
     logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # by request id, for those that asked
     prompt_logprobs: dict[int, list[TopLogprobs]] = field(default_factory=dict)
     # by request id, for prefill rows that asked: entry i is position row.start + i + 1, given the tokens up to it
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a token's logits depend on the tokens before it beyond the model."""
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0

@@ -56,9 +56,10 @@ class Added(Event, frozen=True):
 
 
 class Aborted(Event, frozen=True):
-    """An abort of a request that there was."""
+    """An abort of a request that there was, or with `is_spoilt` a discard."""
 
     id: int
+    is_spoilt: bool = False
 
 
 class Grown(Event, frozen=True):
@@ -203,6 +204,13 @@ class RecordingScheduler(Scheduler):
         request = super().abort(request_id)
         if request is not None:
             self._write(Aborted(request_id))
+        return request
+
+    def discard(self, request_id: int) -> Request | None:
+        """See `Scheduler`."""
+        request = super().discard(request_id)
+        if request is not None:
+            self._write(Aborted(request_id, True))
         return request
 
     def grow_host(self, host_blocks: int) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from engine_core.plan import UNKNOWN
 from protocol.messages import SamplingParams, TextParams, TopLogprobs
 
 NOWHERE = -1
@@ -75,7 +76,8 @@ class Request:
     output: list[int] = field(default_factory=list)
     state: State = State.WAITING
     state_before_swap: State = State.PREFILL
-    computed: int = 0
+    computed: int = 0  # counted when it is planned
+    pending: int = 0  # tokens that a step in flight will sample: known, but not by value
     table: list[Block] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # while it runs: the device places of `table`
     digests: list[bytes] = field(default_factory=list)  # of its first full blocks, as far as they were asked for
@@ -111,11 +113,23 @@ class Request:
     @property
     def known(self) -> int:
         """Number of known tokens."""
-        return len(self.prompt) + len(self.output)
+        return len(self.prompt) + len(self.output) + self.pending
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next step computes the last known token alone."""
+        return self.state is State.DECODE or (self.state is State.PREFILL and self.pending > 0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to plan: the step in flight samples its last token."""
+        return len(self.output) + self.pending >= self.max_tokens
 
     def tokens(self, start: int, stop: int) -> Sequence[int]:
-        """Known tokens `[start, stop)`."""
+        """Known tokens `[start, stop)`; UNKNOWN is the one that is pending."""
         split = len(self.prompt)
+        if stop > split + len(self.output):
+            return [*self.tokens(start, stop - 1), UNKNOWN] if start < stop - 1 else [UNKNOWN]
         if start >= split:
             return self.output[start - split : stop - split]
         return self.prompt[start:stop] + self.output[: max(0, stop - split)]

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from engine_core.plan import Row
+from engine_core.plan import Row, has_penalties
 from kernels import sampling
-from protocol.messages import SamplingParams, TopLogprobs, pack_i32
+from protocol.messages import TopLogprobs, pack_i32
 
 
 class Sampler:
@@ -77,7 +77,7 @@ class Sampler:
         indices, counts = [], []
         token, bias, repetition, subtract = array("q"), array("f"), array("f"), array("f")
         for index, row in enumerate(rows):
-            if not (row.sampling.logit_bias or _penalises(row.sampling)):
+            if not (row.sampling.logit_bias or has_penalties(row.sampling)):
                 continue
             known = self._adjustments.get(row.request_id)
             entry = known if known is not None and known.belongs_to(row) else _Adjustments(row)
@@ -149,7 +149,7 @@ class _Adjustments:
     def update(self) -> None:
         """Take in the output tokens that came since the last call."""
         params = self._params
-        if _penalises(params):
+        if has_penalties(params):
             for token in self._output[self._taken :]:
                 place = self._at(token)
                 count = self._counts[token] = self._counts.get(token, 0) + 1
@@ -165,10 +165,6 @@ class _Adjustments:
             self.repetition.append(1.0)
             self.subtract.append(0.0)
         return place
-
-
-def _penalises(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 def _first(entry: TopLogprobs, count: int) -> TopLogprobs:

@@ -114,6 +114,13 @@ class Scheduler:
         """The host pool has become so large."""
         self.pool.grow_host(host_blocks)
 
+    def discard(self, request_id: int) -> Request | None:
+        """Drop a request whose KV may be wrong: nobody is to find it again."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._discard(request)
+        return request
+
     # -- planning ----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -130,6 +137,10 @@ class Scheduler:
         if not decodes and not prefills:
             return StepPlan(self.step, [], [], copies) if copies else None
         self.step += 1
+        for row in (*decodes, *prefills):
+            request = self.requests[row.request_id]
+            request.computed += len(row.tokens)
+            request.pending += row.samples
         return StepPlan(self.step, decodes, prefills, copies)
 
     def _let_in(self) -> None:
@@ -212,7 +223,7 @@ class Scheduler:
     def _swap_ahead(self) -> None:
         """Begin copies out before the pool is empty: they take some steps, and rows shouldn't have to wait for them."""
         size, ahead = self.capacity.block_size, self.policy.lookahead
-        decoding = [request for request in self.running if request.state is State.DECODE]
+        decoding = [request for request in self.running if request.is_decoding]
         needed = sum(len(request.table) * size < request.computed + ahead for request in decoding)
         missing = needed - self.pool.available - self.pool.coming
         if self.pool.moving < self.policy.in_transit * self.capacity.num_blocks:
@@ -222,7 +233,7 @@ class Scheduler:
 
     def _swap_needlessly(self) -> None:
         """At every n-th step, swap out the decoding request that has been in for longest."""
-        decoding = [request for request in self.running if request.state is State.DECODE]
+        decoding = [request for request in self.running if request.is_decoding]
         if decoding and self.step >= self._last_forced + self.policy.swap_every:
             self._last_forced = self.step
             self.residency.swap_out(min(decoding, key=lambda request: request.paused_at))
@@ -230,13 +241,13 @@ class Scheduler:
     def _plan_decodes(self) -> list[Row]:
         rows = []
         for request in list(self.running):
-            if request.state is State.DECODE and self._grow(request):
+            if request.is_decoding and not request.is_complete and self._grow(request):
                 rows.append(self._row(request, 1))
         return rows
 
     def _grow(self, request: Request) -> bool:
         """Make sure of a place for the next token, preempting others; False if it has to wait, or was hit itself."""
-        while request.state is State.DECODE and len(request.table) * self.capacity.block_size <= request.computed:
+        while request.is_decoding and len(request.table) * self.capacity.block_size <= request.computed:
             if self.pool.available:
                 request.table += self.pool.allocate(1)
                 request.blocks.append(request.table[-1].device)
@@ -246,13 +257,13 @@ class Scheduler:
                 takes_turns = self.residency.swaps
                 victim = victim_of_growth(request, self.running, self.policy, self.now, takes_turns)
                 self.residency.preempt(victim)
-        return request.state is State.DECODE
+        return request.is_decoding
 
     def _plan_prefills(self) -> list[Row]:
         rows = []
         budget = self.capacity.prefill_chunk_tokens
         for request in self.running:
-            if request.state is State.PREFILL and budget:
+            if request.state is State.PREFILL and not request.pending and budget:
                 rows.append(self._row(request, min(budget, request.known - request.computed)))
                 budget -= len(rows[-1].tokens)
         return rows
@@ -266,7 +277,7 @@ class Scheduler:
             blocks=request.blocks,
             samples=stop == request.known,
             sampling=request.sampling,
-            position=len(request.output),
+            position=len(request.output) + request.pending,
             prompt=request.prompt,
             output=request.output,
         )
@@ -292,23 +303,23 @@ class Scheduler:
                 continue
             if request.sampling.prompt_logprobs >= 0:
                 self._take_prompt_logprobs(request, row, result)
-            request.computed += len(row.tokens)
-            request.reached = max(request.reached, request.computed)
+            request.reached = max(request.reached, row.start + len(row.tokens))
             request.last_active = now
-            self.index.insert_full(request)
             if token is not None:
                 outcomes.append(self._take_token(request, token))
+            else:
+                self.index.insert_full(request)
         return outcomes
 
     def _take_token(self, request: Request, token: int) -> Outcome:
+        request.pending -= 1
         if token < 0:
-            for block in request.table:  # what is wrong may be in any of them, and must not be found again
-                self.index.forget(block)
-            self._finish(request)
+            self._discard(request)
             return Outcome(request, token, Finish.ERROR)
         if request.state is State.PREFILL:
             request.enter(State.DECODE, self.now)
         request.output.append(token)
+        self.index.insert_full(request)
         finish = Finish.NONE
         if (token in self._eos and not request.sampling.ignore_eos) or token in request.sampling.stop_token_ids:
             finish = Finish.STOP
@@ -323,6 +334,11 @@ class Scheduler:
         entries = result.prompt_logprobs.get(request.id, [])
         del request.prompt_logprobs[row.start :]
         request.prompt_logprobs += entries[: max(0, len(request.prompt) - 1 - row.start)]
+
+    def _discard(self, request: Request) -> None:
+        for block in request.table:
+            self.index.forget(block)
+        self._finish(request)
 
     def _finish(self, request: Request) -> None:
         del self.requests[request.id]

@@ -108,7 +108,7 @@ class _Feeder:
             case Added():
                 scheduler.add(_request(entry))
             case Aborted():
-                scheduler.abort(entry.id)
+                (scheduler.discard if entry.is_spoilt else scheduler.abort)(entry.id)
             case Grown():
                 scheduler.grow_host(entry.host_blocks)
             case CopiesLanded():

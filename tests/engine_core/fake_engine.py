@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from engine_core.plan import Copy, Landed, StepPlan, StepResult
+from engine_core.plan import UNKNOWN, Copy, Landed, StepPlan, StepResult
 from engine_core.request import Request
 from engine_core.scheduler import Capacity, Outcome, Scheduler
 from engine_core.swap import SwapPolicy
@@ -56,8 +56,12 @@ class FakeEngine:
         scheduler: Scheduler,
         delay: Callable[[], int] = lambda: 1,
         fails: Callable[[], bool] = lambda: False,
+        overlap: bool = False,
     ) -> None:
-        self.scheduler, self._delay, self._fails = scheduler, delay, fails
+        """With `overlap`, a step is planned before the tokens of the one before it are known."""
+        self.scheduler, self._delay, self._fails, self._overlap = scheduler, delay, fails, overlap
+        self.in_compute: tuple[StepPlan, StepResult] | None = None
+        self._sampled: dict[int, int] = {}  # by request id
         self.size = scheduler.capacity.block_size
         self.now = 0.0
         self.steps = 0
@@ -81,14 +85,26 @@ class FakeEngine:
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check()
         if plan is None:
-            moving = self.in_flight[True] or self.in_flight[False]
-            assert moving or not self.scheduler.has_work, "work is waiting and nothing can run"
-            return []
+            busy = self.in_flight[True] or self.in_flight[False] or self.in_compute
+            assert busy or not self.scheduler.has_work, "work is waiting and nothing can run"
+            return self._collect()
         self.plans.append(plan)
         self.start(plan.copies)
-        if not plan.num_tokens:
+        outcomes = []
+        if self._overlap:
+            result = (plan, self.compute(plan)) if plan.num_tokens else None
+            outcomes = self._collect()
+            self.in_compute = result
+        elif plan.num_tokens:
+            self.in_compute = plan, self.compute(plan)
+            outcomes = self._collect()
+        return outcomes
+
+    def _collect(self) -> list[Outcome]:
+        if self.in_compute is None:
             return []
-        outcomes = self.scheduler.commit(plan, self.compute(plan), self.now, STEP)
+        outcomes = self.scheduler.commit(*self.in_compute, self.now, STEP)
+        self.in_compute = None
         self.scheduler.check()
         return outcomes
 
@@ -107,20 +123,28 @@ class FakeEngine:
         rows = [*plan.decodes, *plan.prefills]
         sources = {copy.device for copy, _, _ in self.in_flight[True]}
         written = set()
+        knowns = []
         for row in rows:
+            known = [*row.prompt, *row.output]
+            if UNKNOWN in row.tokens:
+                known.append(self._sampled[row.request_id])
+            knowns.append(known)
             for position, token in enumerate(row.tokens, row.start):
+                token = known[position] if token == UNKNOWN else token
                 place, slot = row.blocks[position // self.size], position % self.size
                 assert (place, slot) not in written, "two rows write one slot"
                 assert place not in sources, "a block is written while it is copied"
                 written.add((place, slot))
                 self.device[place][slot] = token
         tokens = []
-        for row in rows:
+        for row, known in zip(rows, knowns, strict=True):
             stop = row.start + len(row.tokens)
             seen = [self.device[row.blocks[p // self.size]][p % self.size] for p in range(stop)]
-            assert seen == [*row.prompt, *row.output][:stop], "a row reads somebody else's KV"
+            assert seen == known[:stop], "a row reads somebody else's KV"
             if row.samples:
+                assert row.position == stop - len(row.prompt), "a draw with the wrong key"
                 tokens.append(next_token(seen))
+                self._sampled[row.request_id] = tokens[-1]
         return StepResult(tokens)
 
     def start(self, copies: list[Copy]) -> None:

@@ -59,6 +59,7 @@ policies = st.builds(
     policy=policies,
     seed=st.integers(0, 1 << 16),
     failing=st.sampled_from([0.0, 0.0, 0.2]),
+    overlap=st.booleans(),
 )
 def test_any_load_ends_with_the_right_tokens(
     events: list[Arrival | int],
@@ -71,6 +72,7 @@ def test_any_load_ends_with_the_right_tokens(
     policy: SwapPolicy,
     seed: int,
     failing: float,
+    overlap: bool,
 ) -> None:
     """Whatever arrives, is aborted, swapped and copied, however slowly and badly: the invariants hold at each event."""
     scheduler = make_scheduler(
@@ -83,7 +85,7 @@ def test_any_load_ends_with_the_right_tokens(
         prefix_cache=prefix_cache,
     )
     chance = random.Random(seed)
-    engine = FakeEngine(scheduler, lambda: chance.randint(0, 4), lambda: chance.random() < failing)
+    engine = FakeEngine(scheduler, lambda: chance.randint(0, 4), lambda: chance.random() < failing, overlap)
     accepted: dict[int, tuple[Request, Arrival]] = {}
     aborts: dict[int, int] = {}
     ended: dict[int, int] = {}
