@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from frontend.models import DEFAULT_MODEL
-from protocol.config import DEVICES, DTYPES, WEIGHTS, EngineConfig
+from protocol.config import DEVICES, DTYPES, PREEMPTIONS, WEIGHTS, EngineConfig
 from protocol.messages import SamplingParams
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -45,6 +45,7 @@ MODEL_HELP = (
 )
 _ENGINE = {"rich_help_panel": "Engine"}
 _CACHE: dict[str, Any] = {"rich_help_panel": "KV cache"}
+_SWAP: dict[str, Any] = {"rich_help_panel": "Swap"}
 _KV_CACHE_DTYPE = typer.Option(
     help="Format of the KV cache: auto (the compute dtype), int8, fp8_e4m3, fp8_e5m2, fp8_per_token_head.", **_CACHE
 )
@@ -52,6 +53,20 @@ _KV_16BIT_LAYERS = typer.Option(
     metavar="auto|none|0,27,...",
     help="Layers that keep K in 16 bits in 8-bit formats; auto: those whose key bias makes outliers.",
     **_CACHE,
+)
+_CPU_OFFLOAD = typer.Option(
+    "--cpu-offload/--no-cpu-offload",
+    help="Swap KV out to host memory when the device's blocks run short; otherwise drop it and compute it again.",
+    **_SWAP,
+)
+_PREEMPTION = typer.Option(
+    metavar=_of(PREEMPTIONS), help="How a request makes room for others; auto: whichever costs less time.", **_SWAP
+)
+_MAX_PAUSE = typer.Option(
+    help="Seconds that a request may stay paused before it is the next to run again, as a target.", **_SWAP
+)
+_RECORD = typer.Option(
+    metavar="FILE", help="Write all that the scheduler is told to FILE, for tools/replay.py.", **_SWAP
 )
 
 
@@ -87,6 +102,14 @@ def engine_config(
     no_prefix_cache: Annotated[
         bool, typer.Option("--no-prefix-cache", help="Don't reuse the KV of equal prompt beginnings.", **_CACHE)
     ] = False,
+    cpu_offload: Annotated[bool, _CPU_OFFLOAD] = True,
+    max_cpu_offload_mb: Annotated[
+        int, typer.Option(help="Host memory for swapped KV, in MiB at most; 0: always compute again.", **_SWAP)
+    ] = _DEFAULTS.max_cpu_offload_mb,
+    preemption: Annotated[str, _PREEMPTION] = "auto",
+    max_pause: Annotated[float, _MAX_PAUSE] = _DEFAULTS.max_pause,
+    record: Annotated[str, _RECORD] = "",
+    swap_every: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> EngineConfig:
     """The engine's configuration from its command-line options, with MODEL as the user gave it: not yet a path.
 
@@ -110,6 +133,12 @@ def engine_config(
         prefill_chunk_tokens=prefill_chunk_tokens,
         prefix_cache=not no_prefix_cache,
         threads=threads,
+        cpu_offload=cpu_offload,
+        max_cpu_offload_mb=max_cpu_offload_mb,
+        preemption=preemption,
+        max_pause=max_pause,
+        record=record,
+        swap_every=swap_every,
     )
 
 

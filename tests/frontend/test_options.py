@@ -1,3 +1,6 @@
+import re
+from typing import Any
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -81,7 +84,8 @@ def test_every_engine_option_reaches_the_configuration() -> None:
     arguments = (
         "first m.gguf --host there --kv-cache-dtype fp16 --block-size 32 --max-cache 4096 --prefill-chunk-tokens 256 "
         "--no-prefix-cache --num-blocks 99 --gpu-memory 4GiB --max-running 8 --dtype bf16 --weights int8 --device cuda "
-        "--threads 2 --served-model-name a --served-model-name b"
+        "--threads 2 --served-model-name a --served-model-name b --no-cpu-offload --max-cpu-offload-mb 7 "
+        "--preemption swap --max-pause 0.25 --record r.jsonl --swap-every 3"
     )
     expected = EngineConfig(
         model="m.gguf",
@@ -99,13 +103,45 @@ def test_every_engine_option_reaches_the_configuration() -> None:
         prefill_chunk_tokens=256,
         prefix_cache=False,
         threads=2,
+        cpu_offload=False,
+        max_cpu_offload_mb=7,
+        preemption="swap",
+        max_pause=0.25,
+        record="r.jsonl",
+        swap_every=3,
     )
     assert parse(arguments.split()) == (expected, "there")
 
 
-def test_an_engine_option_out_of_range_is_named() -> None:
-    with pytest.raises(StartupError, match="--block-size 0 is out of range"):
-        parse(["first", "--block-size", "0"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--block-size", "0", "--block-size 0 is out of range: 1 to 256"),
+        ("--max-cpu-offload-mb", "-1", "--max-cpu-offload-mb -1 is out of range: 0 to 16777216"),
+        ("--swap-every", "-1", "--swap-every -1 is out of range"),
+        ("--max-pause", "0", "--max-pause 0.0 is out of range: more than 0, at most 3600 seconds"),
+        ("--max-pause", "nan", "--max-pause nan is out of range"),
+        ("--preemption", "abort", "--preemption 'abort' is not one of auto, swap, recompute"),
+    ],
+)
+def test_a_bad_engine_option_is_named_with_what_is_allowed(option: str, value: str, message: str) -> None:
+    with pytest.raises(StartupError, match=re.escape(message)):
+        parse(["first", option, value])
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget"),
+    [
+        ({}, 2048 << 20),
+        ({"max_cpu_offload_mb": 3}, 3 << 20),
+        ({"max_cpu_offload_mb": 0}, 0),
+        ({"cpu_offload": False}, 0),
+        ({"preemption": "recompute"}, 0),
+        ({"preemption": "swap"}, 2048 << 20),
+    ],
+)
+def test_the_budget_is_what_all_swap_options_leave(changes: dict[str, Any], budget: int) -> None:
+    assert EngineConfig(model="m", **changes).offload_budget == budget
 
 
 def test_sampling_options() -> None:
