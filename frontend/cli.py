@@ -158,6 +158,9 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeat for more.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
+    timing: Annotated[
+        bool, typer.Option("--timing", help="Tell on standard error, or in the JSON, where the time went.")
+    ] = False,
 ) -> None:
     """Ask a running engine's model one thing and print the answer as it comes."""
     import asyncio
@@ -167,7 +170,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     messages = [{"role": "system", "content": system}] if system else []
     request: Prompt = TextPrompt(text) if raw else ChatPrompt([*messages, {"role": "user", "content": text}])
-    asyncio.run(talk.generate(find_engine(engine), request, sampling, TextParams(stop=stop or []), as_json))
+    params = TextParams(stop=stop or [], timing=timing)
+    asyncio.run(talk.generate(find_engine(engine), request, sampling, params, as_json))
 
 
 @app.command(rich_help_panel="Look")

@@ -5,7 +5,7 @@ is imported: the library reads it then) they keep their own values in files ther
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from frontend.timing import PHASES, Times
 from protocol.status import CoreStatus
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
@@ -38,7 +39,8 @@ class EngineCollector(Collector):
         for name, value in status.gauges.items():
             yield GaugeMetricFamily(_prefixed(name), "Reported by the engine core", value)
         for name, value in status.counters.items():
-            yield CounterMetricFamily(_prefixed(name), "Reported by the engine core", value)
+            if name.endswith("_total"):
+                yield CounterMetricFamily(_prefixed(name), "Reported by the engine core", value)
         memory = GaugeMetricFamily(f"{PREFIX}memory_bytes", "The engine core's memory by use", labels=["use"])
         for use, size in status.memory.items():
             memory.add_metric([use], size)
@@ -55,6 +57,7 @@ class Metrics:
             own = None  # the files hold them, and the collector below reads those of all processes
             MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
         self._registry.register(EngineCollector(status, health))
+        self._status = status
 
         self.requests = Counter(f"{PREFIX}api_requests", "HTTP requests", ["route", "status"], registry=own)
         self.open_requests = Gauge(
@@ -76,6 +79,20 @@ class Metrics:
             f"{PREFIX}request_seconds", "Arrival to last token", registry=own, buckets=_LATENCIES
         )
 
+        self._phases = Histogram(
+            f"{PREFIX}request_phase_seconds",
+            "A choice's time from submission to last text, by phase",
+            ["phase"],
+            registry=own,
+            buckets=_LATENCIES,
+        )
+        self._gap = Histogram(
+            f"{PREFIX}longest_gap_seconds",
+            "Longest time between two deltas of a choice",
+            registry=own,
+            buckets=_LATENCIES,
+        )
+
     def count_answer(self, arrival: float, first: float, last: float, prompt_tokens: int, tokens: list[int]) -> None:
         """Record a finished request; times in seconds of one clock, `tokens` of each choice."""
         self._prompt_tokens.inc(prompt_tokens)
@@ -85,9 +102,22 @@ class Metrics:
         if max(tokens) > 1:
             self._tpot.observe((last - first) / (max(tokens) - 1))
 
+    def count_times(self, times: Iterable[Times], gaps: Iterable[float]) -> None:
+        """Record where the time of finished choices went, as far as the core told, and their longest gaps."""
+        for choice in times:
+            for phase in PHASES:
+                self._phases.labels(phase).observe(getattr(choice, phase))
+        for gap in gaps:
+            self._gap.observe(gap)
+
     def render(self) -> bytes:
         """Everything, in Prometheus's text format."""
-        return generate_latest(self._registry)
+        status = self._status()
+        counters = status.counters.items() if status is not None else ()
+        # The library can't leave `_total` out of a counter's name.
+        plain = [(_prefixed(name), value) for name, value in counters if not name.endswith("_total")]
+        lines = [f"# HELP {n} Reported by the engine core\n# TYPE {n} counter\n{n} {v}\n" for n, v in plain]
+        return generate_latest(self._registry) + "".join(lines).encode()
 
 
 def _prefixed(name: str) -> str:

@@ -115,31 +115,10 @@ def engine_config(
 
     Raises StartupError naming the option that is out of range.
     """
-    names = served_model_name or [""]
-    return EngineConfig(
-        model=model,
-        served_model_name=names[0],
-        model_aliases=names[1:],
-        device=device,
-        dtype=dtype,
-        weights=weights,
-        kv_cache_dtype=kv_cache_dtype,
-        kv_16bit_layers=kv_16bit_layers,
-        block_size=block_size,
-        max_cache=max_cache,
-        num_blocks=num_blocks,
-        gpu_memory=gpu_memory,
-        max_running=max_running,
-        prefill_chunk_tokens=prefill_chunk_tokens,
-        prefix_cache=not no_prefix_cache,
-        threads=threads,
-        cpu_offload=cpu_offload,
-        max_cpu_offload_mb=max_cpu_offload_mb,
-        preemption=preemption,
-        max_pause=max_pause,
-        record=record,
-        swap_every=swap_every,
-    )
+    options = locals()  # all others have their field's name
+    names = options.pop("served_model_name") or [""]
+    prefix_cache = not options.pop("no_prefix_cache")
+    return EngineConfig(served_model_name=names[0], model_aliases=names[1:], prefix_cache=prefix_cache, **options)
 
 
 _SAMPLING = {"rich_help_panel": "Sampling"}

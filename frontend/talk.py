@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from frontend.engine_client import EngineClient
+from frontend.timing import PHASES, Times
 from protocol.errors import ErrorCode, PagetideError
 from protocol.limits import check_sampling, check_text
 from protocol.messages import ChatPrompt, Finish, Prompt, SamplingParams, TextParams
@@ -20,7 +21,7 @@ from protocol.messages import ChatPrompt, Finish, Prompt, SamplingParams, TextPa
 _ENDS = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
-class Answer(msgspec.Struct):
+class Answer(msgspec.Struct, omit_defaults=True):
     """A finished answer, as `pagetide generate --json` prints it. Times are in seconds."""
 
     model: str
@@ -32,6 +33,7 @@ class Answer(msgspec.Struct):
     seed: int
     ttft: float  # from submission to the first text
     duration: float
+    timing: Times | None = None
 
 
 async def answer(
@@ -45,6 +47,8 @@ async def answer(
     async with client.generate(prompt, sampling, text) as generation:
         result.prompt_tokens = generation.prompt_tokens
         async for _, delta in generation:
+            if delta.pause is not None:
+                continue
             if delta.finish is Finish.ERROR:
                 raise PagetideError(delta.error_code or ErrorCode.INTERNAL_ERROR, delta.error)
             result.ttft = result.ttft or time.monotonic() - started
@@ -53,6 +57,7 @@ async def answer(
             result.cached_tokens = max(result.cached_tokens, delta.cached_tokens)
             result.finish_reason = _ENDS.get(delta.finish, "")
             show(delta.text)
+        result.timing = generation.times.get(0) if text.timing else None
     result.duration = time.monotonic() - started
     return result
 
@@ -63,6 +68,15 @@ def show_on_stdout(piece: str) -> None:
     sys.stdout.flush()
 
 
+def times_table(times: Times) -> str:
+    """Where a request's time went: a line for each phase that took any, with seconds and share."""
+    spent = {phase: getattr(times, phase) for phase in PHASES}
+    rows = [(phase, seconds) for phase, seconds in spent.items() if seconds >= 5e-5] + [("total", times.total)]
+    lines = [f"{name.replace('_', ' '):<14}{seconds:>10.4f} s{seconds / times.total:>7.1%}" for name, seconds in rows]
+    pauses = f"swapped out {times.swaps}x, computed again {times.recomputes}x"
+    return "\n".join([*lines, f"longest gap   {times.longest_gap:>10.4f} s; {pauses}"])
+
+
 async def generate(directory: Path, prompt: Prompt, sampling: SamplingParams, text: TextParams, as_json: bool) -> None:
     """One request against the engine in `directory`. Raises StartupError, PagetideError."""
     client = await EngineClient.connect(directory)
@@ -70,6 +84,8 @@ async def generate(directory: Path, prompt: Prompt, sampling: SamplingParams, te
         show: Callable[[str], None] = (lambda piece: None) if as_json else show_on_stdout
         result = await answer(client, prompt, sampling, text, show)
         print(msgspec.json.encode(result).decode() if as_json else "")
+        if result.timing is not None and not as_json:
+            print(times_table(result.timing), file=sys.stderr)
     finally:
         await client.close()
 

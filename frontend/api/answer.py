@@ -9,10 +9,16 @@ from typing import Any
 
 import msgspec
 
+from frontend.timing import Times
 from protocol.limits import LOGPROB_FLOOR
-from protocol.messages import Finish, TextDelta, TokenLogprobs, TokenText
+from protocol.messages import Finish, Pause, TextDelta, TokenLogprobs, TokenText
 
 FINISH_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length"}
+PAUSES = {
+    Pause.RESUMED: b": resumed\n\n",
+    Pause.SWAPPED: b": paused (swapped out)\n\n",
+    Pause.RECOMPUTED: b": paused (to be computed again)\n\n",
+}
 DONE = b"data: [DONE]\n\n"
 
 encode = msgspec.json.Encoder().encode
@@ -33,6 +39,7 @@ class Choice:
         self.cached_tokens = 0
         self.finish = Finish.NONE
         self.stop_reason: int | str | None = None
+        self.times: Times | None = None  # when it has ended, unless the core didn't tell
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -73,12 +80,22 @@ class Shape:
     text_key, text_end = b',"text":', b""
     end_key = b',"text":""'
 
-    def __init__(self, name: str, created: int, model: str, top: int, is_echo: bool, prompt_top: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        created: int,
+        model: str,
+        top: int,
+        is_echo: bool,
+        prompt_top: int | None,
+        has_timing: bool = False,
+    ) -> None:
         """`top` is how many alternatives a token's logprobs list, -1 for no logprobs; `prompt_top` likewise, apart."""
         self._head = {"id": self.id_prefix + name, "created": created, "model": model}
         self._top = top
         self._is_echo = is_echo
         self._prompt_top = prompt_top
+        self._has_timing = has_timing
 
     # -- streams -----------------------------------------------------------------------------------------------
 
@@ -95,6 +112,8 @@ class Shape:
 
     def events(self, choice: Choice, delta: TextDelta) -> bytes:
         """Encode the events of one delta, zero or more."""
+        if delta.pause is not None:
+            return PAUSES[delta.pause]
         body = b""
         if not choice.is_begun:
             choice.is_begun = True
@@ -106,7 +125,13 @@ class Shape:
         elif delta.text:
             body += self._texts[choice.index] + encode(delta.text) + self._plain
         if delta.finish in FINISH_REASONS:
-            reason = {"logprobs": None, "finish_reason": FINISH_REASONS[delta.finish], "stop_reason": delta.stop_reason}
+            reason: Json = {
+                "logprobs": None,
+                "finish_reason": FINISH_REASONS[delta.finish],
+                "stop_reason": delta.stop_reason,
+            }
+            if self._has_timing:
+                reason["timing"] = choice.times
             last = b'{"index":%d' % choice.index + self.end_key + b"," + encode(reason)[1:]
             body += self._start + last + self._end
         return body
@@ -135,6 +160,8 @@ class Shape:
         }
         if self._prompt_top is not None:
             answer["prompt_logprobs"] = _prompt_logprobs(choice.prompt_logprobs, self._prompt_top)
+        if self._has_timing:
+            answer["timing"] = choice.times
         return answer
 
     def _text(self, text: str) -> Json:

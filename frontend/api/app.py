@@ -107,6 +107,7 @@ class Api:
                 sampling.logprobs,
                 body.is_echo,
                 body.prompt_logprobs,
+                body.timing,
             ),
             is_stream=body.stream,
             include_usage=body.stream_options is not None and body.stream_options.include_usage,

@@ -90,6 +90,7 @@ class Answer:
         self._client, self._metrics, self._attended, self._job = client, metrics, attended, job
         self._choices = [Choice(i) for i in range(len(job.prompts) * job.n)]
         self._first_time = 0.0
+        self._generations: list[Generation] = []
         self._used: Json = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,7 +143,7 @@ class Answer:
         """Run the generations; whatever ends the block ends them. Raises PagetideError, ClientGone."""
         job = self._job
         async with Attended(receive, self._attended), AsyncExitStack() as stack:
-            generations = [
+            self._generations = generations = [
                 self._client.generate(
                     prompt, job.sampling, job.text, choices=job.n, priority=job.priority, cache_salt=job.cache_salt
                 )
@@ -153,16 +154,21 @@ class Answer:
             self._finish(sum(generation.prompt_tokens for generation in generations))
 
     def _count(self, index: int, delta: TextDelta) -> Choice:
-        if not self._first_time:
+        if not self._first_time and delta.pause is None:
             self._first_time = time.monotonic()
         choice = self._choices[index]
         choice.count(delta)
+        if delta.finish:
+            number, own_index = divmod(index, self._job.n)
+            choice.times = self._generations[number].times.get(own_index)
         return choice
 
     def _finish(self, prompt_tokens: int) -> None:
         self._used = usage(prompt_tokens, self._choices, self._job.n)
         tokens = [choice.tokens for choice in self._choices]
         self._metrics.count_answer(self._job.arrival, self._first_time, time.monotonic(), prompt_tokens, tokens)
+        times = [choice.times for choice in self._choices if choice.times is not None]
+        self._metrics.count_times(times, [gap for g in self._generations for gap in g.gaps.values()])
 
 
 def _raise_error(delta: TextDelta) -> None:

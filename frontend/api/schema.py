@@ -60,6 +60,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a stream brings besides the answer."""
 
     include_usage: bool = False
+    include_pauses: bool = False  # comments that tell when the request is paused and when it runs again
     include_obfuscation: bool = False  # padding against traffic analysis: accepted, none is sent
 
 
@@ -90,6 +91,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     priority: int = 0
     cache_salt: str = ""
+    timing: bool = False
 
     @property
     def is_echo(self) -> bool:
@@ -132,6 +134,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             include_stop_str=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             echo=self.is_echo,
+            notices=self.stream_options is not None and self.stream_options.include_pauses,
+            timing=self.timing,
         )
         check_text(params)
         return params

@@ -12,12 +12,15 @@ from protocol.errors import ErrorCode
 from protocol.messages import (
     Abort,
     Finish,
+    Pause,
+    Paused,
     RowExtra,
     Started,
     StepOutput,
     TextDelta,
     TextDeltas,
     TextParams,
+    Timing,
     TokenLogprobs,
     TokenText,
     TopLogprobs,
@@ -266,3 +269,41 @@ def test_ids_past_the_vocabulary_have_no_text(service: DetokenizerService) -> No
     extra = RowExtra(0, logprobs=logprobs(1 << 20))
     [delta] = service.handle(step((1, 1 << 20, Finish.NONE), extras=[extra])).deltas["f"]
     assert (delta.text, delta.tokens, delta.logprobs[0].chosen.bytes) == ("", 1, b"")
+
+
+TIMING = Timing(1.0, 4.0, 0.5, 1.0, 1.0, 0.0, 0.5, 0.0, 1)
+
+
+def test_pauses_are_told_in_order_to_those_who_read_them(service: DetokenizerService) -> None:
+    start(service, 1, "a")
+    start(service, 2, "b")
+    service.handle(step((1, ord("x"), Finish.NONE)))
+    kinds = [Pause.SWAPPED, Pause.RECOMPUTED, Pause.RESUMED, Pause.SWAPPED]
+    outgoing = service.handle(Paused(pack_i64([1, 2, 1, 99]), bytes(kinds)))
+    assert outgoing == Outgoing(
+        {
+            "a": [TextDelta(1, "", 0, pause=Pause.SWAPPED), TextDelta(1, "", 0, pause=Pause.RESUMED)],
+            "b": [TextDelta(2, "", 0, pause=Pause.RECOMPUTED)],
+        },
+        [],
+        [],
+    )
+    (delta,) = service.handle(step((2, ord("y"), Finish.NONE))).deltas["b"]
+    assert delta.tokens == 1
+
+
+def test_the_timing_comes_with_the_last_delta(service: DetokenizerService) -> None:
+    start(service, 1)
+    first = service.handle(step((1, ord("x"), Finish.NONE), extras=[RowExtra(0, timing=TIMING)]))
+    assert first.deltas["f"][0].timing is None
+    last = service.handle(step((1, ord("y"), Finish.LENGTH), extras=[RowExtra(0, timing=TIMING)]))
+    assert last.deltas["f"][0].timing == TIMING
+    assert last.deltas["f"][0].text == "y"
+
+
+def test_a_stop_string_ends_with_the_timing_so_far(service: DetokenizerService) -> None:
+    start(service, 1, text=TextParams(stop=["xy"], timing=True))
+    service.handle(step((1, ord("x"), Finish.NONE), extras=[RowExtra(0, timing=TIMING)]))
+    last = service.handle(step((1, ord("y"), Finish.NONE), extras=[RowExtra(0, timing=TIMING)]))
+    assert last.finished == [1]
+    assert last.deltas["f"][0].timing == TIMING

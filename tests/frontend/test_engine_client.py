@@ -12,7 +12,7 @@ import zmq
 
 from frontend import engine_client, generation
 from frontend.engine_client import EngineClient
-from frontend.generation import Generation, merge
+from frontend.generation import Generation, merge, merge_text
 from protocol.channels import Server
 from protocol.codec import encode
 from protocol.errors import ErrorCode, PagetideError, StartupError
@@ -26,6 +26,7 @@ from protocol.messages import (
     Hello,
     Limits,
     ModelInfo,
+    Pause,
     Rejected,
     Role,
     SamplingParams,
@@ -34,6 +35,7 @@ from protocol.messages import (
     TextDeltas,
     TextParams,
     TextPrompt,
+    Timing,
     Tokenize,
     Tokenized,
     Welcome,
@@ -430,5 +432,42 @@ def test_closing_answers_who_still_asks(play: Callable[[Scenario], None]) -> Non
         with pytest.raises(PagetideError) as caught:
             await question
         assert caught.value.code is ErrorCode.SHUTTING_DOWN
+
+    play(scenario)
+
+
+def test_pauses_stay_where_they_are_among_merged_text() -> None:
+    def text(value: str) -> TextDelta:
+        return TextDelta(1, value, 1)
+
+    out, back = (TextDelta(1, "", 0, pause=pause) for pause in (Pause.SWAPPED, Pause.RESUMED))
+    deltas = [text("a"), text("b"), out, back, text("c"), out, back]
+    assert list(merge_text(deltas)) == [TextDelta(1, "ab", 2), out, back, text("c"), out, back]
+    assert list(merge_text([text("a")])) == [text("a")]
+
+
+def test_times_and_gaps_are_those_of_the_arrival_not_of_the_reading(play: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, engine: PlayedEngine) -> None:
+        before = time.monotonic()
+        async with request(client, choices=2) as generation:
+            engine.outbox = [delta(generation, "a"), TextDelta(generation.first_id, "", 0, pause=Pause.SWAPPED)]
+            await until(lambda: generation._unread)
+            assert not engine.outbox
+            arrival = time.monotonic()
+            timing = Timing(arrival, arrival + 0.001, 0.001, 0, 0, 0, 0, 0, 3)
+            last = TextDelta(generation.first_id, "b", 1, Finish.STOP, timing=timing)
+            engine.outbox = [last, delta(generation, "c", Finish.STOP, 1)]
+            await until(lambda: not generation.unfinished)
+            after = time.monotonic()
+            await collect(generation)
+        assert list(generation.times) == [0], "nothing was told of the other choice"
+        times = generation.times[0]
+        assert (times.swaps, times.queued) == (3, 0.001)
+        assert 0 < times.before_core < arrival - before
+        assert times.total < after - before
+        assert abs(times.residual) < 1e-6
+        assert set(generation.gaps) == {0, 1}
+        assert 0 < generation.gaps[0] == times.longest_gap < times.total
+        assert generation.gaps[1] == 0
 
     play(scenario)

@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from frontend.metrics import Metrics
+from frontend.timing import Times
 from protocol.messages import Limits, ModelInfo
 from protocol.status import CoreStatus
 
@@ -25,7 +26,7 @@ STATUS = CoreStatus(
     running=1,
     peers=[],
     gauges={"kv_blocks_total": 12.0, "pagetide_own": 1.0},
-    counters={"requests_swapped_total": 3.0},
+    counters={"requests_swapped_total": 3.0, "cpu_offload_seconds": 0.25, "cpu_reload_seconds": 0.0},
     memory={"weights": 7},
 )
 
@@ -44,6 +45,27 @@ def test_the_core_s_values_have_our_prefix() -> None:
     assert found["pagetide_memory_bytesweights"] == 7
     assert found["pagetide_healthy"] == 1
     assert values(Metrics(lambda: None, lambda: "dead").render().decode())["pagetide_healthy"] == 0
+
+
+def test_counters_without_total_keep_their_names() -> None:
+    text = Metrics(lambda: STATUS, lambda: None).render().decode()
+    assert "# TYPE pagetide_cpu_offload_seconds counter\npagetide_cpu_offload_seconds 0.25\n" in text
+    assert "# TYPE pagetide_cpu_reload_seconds counter\npagetide_cpu_reload_seconds 0.0\n" in text
+    assert "# TYPE pagetide_requests_swapped_total counter\n" in text
+    assert "# TYPE pagetide_kv_blocks_total gauge\n" in text
+    assert "seconds_total" not in text
+
+
+def test_phases_and_gaps_of_choices() -> None:
+    metrics = Metrics(lambda: None, lambda: None)
+    metrics.count_times([Times(0.1, 0, 0.2, 0.3, 0, 4, 0, 0.1, 0, 4.7, 4.1, 1, 0)], [4.1, 0.2])
+    found = values(metrics.render().decode())
+    assert found["pagetide_request_phase_seconds_sumswapped"] == 4
+    assert found["pagetide_request_phase_seconds_countqueued"] == 1
+    assert found["pagetide_request_phase_seconds_bucket0.25decode"] == 0
+    assert found["pagetide_request_phase_seconds_bucket0.5decode"] == 1
+    assert found["pagetide_longest_gap_seconds_count"] == 2
+    assert sum("_countqueued" in name or "_sumresidual" in name for name in found) == 2
 
 
 def test_answers_are_counted_and_timed() -> None:

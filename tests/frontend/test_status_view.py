@@ -13,7 +13,7 @@ from protocol.codec import encode
 from protocol.errors import StartupError
 from protocol.messages import Limits, ModelInfo, Role
 from protocol.runtime_dir import status_endpoint
-from protocol.status import CoreStatus, PeerInfo
+from protocol.status import CoreStatus, CpuOffload, PeerInfo
 
 STATUS = CoreStatus(
     identity="core-1",
@@ -34,10 +34,15 @@ STATUS = CoreStatus(
         "prompt_tokens_total": 900,
         "requests_finished_total": 11,
         "requests_preempted_total": 2,
+        "requests_swapped_total": 41,
+        "requests_resumed_total": 40,
+        "requests_recomputed_total": 3,
         "prefix_cache_hit_tokens_total": 30,
         "prefix_cache_query_tokens_total": 120,
     },
     memory={"weights": 98 << 20, "kv_pool": 2 << 30},
+    swapped=1,
+    cpu_offload=CpuOffload(True, 3_538_944, 256 << 20, 5, 12, 128 << 20),
 )
 
 
@@ -84,6 +89,8 @@ def test_one_table(core: Path) -> None:
         "250 in use, 150 cached, 600 free of 1,000",
         "2 preemptions",
         "25% of 120 prompt tokens found",
+        "1 swapped out, 3.4 MiB of 256.0 MiB",
+        "41 swapped, 40 resumed, 3 recomputed",
         "memory: kv pool",
         "2.00 GiB",
         "98.0 MiB",
@@ -116,6 +123,15 @@ def test_json_has_the_names_of_the_fields(core: Path) -> None:
     assert status["model"]["name"] == "tiny"
     assert status["peers"][0] == {"role": "frontend", "identity": "frontend-9", "pid": 9, "endpoint": ""}
     assert status["memory"] == STATUS.memory
+    assert status["swapped"] == 1
+    assert status["cpu_offload"] == {
+        "enabled": True,
+        "payload_bytes": 3_538_944,
+        "budget_bytes": 256 << 20,
+        "max_swapped_requests": 5,
+        "copying_blocks": 12,
+        "host_pool_bytes": 128 << 20,
+    }
 
 
 def test_a_plan_as_a_table() -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from frontend.api.app import Api, ApiConfig
+from frontend.timing import Times
 from protocol.errors import ErrorCode, PagetideError
 from protocol.messages import (
     Finish,
@@ -55,6 +56,7 @@ class FakeGeneration:
         self.client, self.prompt, self.sampling, self.text, self.choices = client, prompt, sampling, text, choices
         self.prompt_tokens = 5
         self.entered = self.left = self.finished = False
+        self.times, self.gaps = client.times, client.gaps
 
     async def __aenter__(self) -> "FakeGeneration":
         self.entered = True
@@ -98,6 +100,8 @@ class FakeClient:
         self.open: set[FakeGeneration] = set()
         self.left = asyncio.Event()
         self.closed = False
+        self.times: dict[int, Times] = {}
+        self.gaps: dict[int, float] = {}
         self.status: CoreStatus | None = CoreStatus(
             identity="core-1", pid=1, time=2.0, uptime=3.0, step=4, step_age=0.0, model=MODEL, limits=self.limits,
             waiting=0, waiting_tokens=0, running=1, peers=[PeerInfo(Role.FRONTEND, "frontend-1", 9, "")],

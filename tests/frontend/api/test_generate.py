@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from frontend.timing import Times
 from protocol.errors import ErrorCode, PagetideError
-from protocol.messages import Finish, TextPrompt
+from protocol.messages import Finish, Pause, TextPrompt
 
 from .conftest import HELLO, Harness, delta
 
@@ -266,5 +267,65 @@ def test_a_failure_after_the_head_breaks_the_connection(run: Run) -> None:
         with pytest.raises(OSError, match="broken pipe"):
             await client.call(api)
         assert [message["type"] for message in client.sent] == ["http.response.start", "http.response.body"]
+
+    run(scenario)
+
+
+TIMES = Times(0.1, 0.0, 0.2, 0.3, 0.0, 4.0, 0.0, 0.1, 0.0, 4.7, 4.1, 1, 0)
+TIMES_JSON = {
+    "before_core": 0.1,
+    "queued": 0.0,
+    "prefill": 0.2,
+    "decode": 0.3,
+    "swapping_out": 0.0,
+    "swapped": 4.0,
+    "swapping_in": 0.0,
+    "send": 0.1,
+    "residual": 0.0,
+    "total": 4.7,
+    "longest_gap": 4.1,
+    "swaps": 1,
+    "recomputes": 0,
+}
+
+
+def test_timing_is_told_by_choice_if_asked(run: Run) -> None:
+    async def scenario(api: Harness) -> None:
+        api.client.times, api.client.gaps = {0: TIMES}, {0: 4.1, 1: 0.2}
+        for ask in (api.chat, api.complete):
+            first, second = (await ask(n=2, timing=True)).json()["choices"]
+            assert first["timing"] == TIMES_JSON
+            assert second["timing"] is None, "the core has told nothing of it"
+            ends = [
+                event["choices"][0]
+                for event in events(await ask(n=2, timing=True, stream=True))[:-1]
+                if event["choices"][0]["finish_reason"]
+            ]
+            assert {end["index"]: end["timing"] for end in ends} == {0: TIMES_JSON, 1: None}
+            assert api.client.generations[-1].text.timing
+            assert "timing" not in (await ask()).json()["choices"][0]
+            assert "timing" not in (await ask(stream=True)).text
+        metrics = (await api.http.get("/metrics")).text
+        assert 'pagetide_request_phase_seconds_count{phase="swapped"} 8.0' in metrics
+        assert "pagetide_longest_gap_seconds_count 16.0" in metrics
+
+    run(scenario)
+
+
+def test_pauses_are_comments_in_their_place(run: Run) -> None:
+    """They are no events, so the first one isn't the first token either."""
+
+    async def scenario(api: Harness) -> None:
+        notice = [delta("", 0, pause=pause) for pause in (Pause.SWAPPED, Pause.RECOMPUTED, Pause.RESUMED)]
+        api.client.script = lambda prompt, choice: [*notice[:2], delta("a"), notice[2], delta("", 1, Finish.STOP)]
+        answer = await api.complete(stream=True, stream_options={"include_pauses": True})
+        assert api.client.generations[-1].text.notices
+        blocks = answer.text.split("\n\n")
+        assert blocks[:2] == [": paused (swapped out)", ": paused (to be computed again)"]
+        assert '"text":"a"' in blocks[2]
+        assert blocks[3] == ": resumed"
+        await api.complete(stream=True)
+        assert not api.client.generations[-1].text.notices
+        assert (await api.complete()).json()["choices"][0]["text"] == "a"
 
     run(scenario)
