@@ -86,9 +86,9 @@ def status_view(status: CoreStatus, tokens_per_second: float | None = None) -> G
         f"{counters.get('requests_preempted_total', 0):,.0f} preemptions",
     )
     offload = status.cpu_offload
-    size = f"{format_size(offload.payload_bytes)} of {format_size(offload.budget_bytes)}"
+    held = f"{format_size(offload.payload_bytes)} of {format_size(offload.budget_bytes)}"
     swaps = (f"{counters.get(f'requests_{x}_total', 0):,.0f} {x}" for x in ("swapped", "resumed", "recomputed"))
-    table.add_row("swap", f"{status.swapped} swapped out, {size}" if offload.enabled else "off", ", ".join(swaps))
+    table.add_row("swap", f"{status.swapped} swapped out, {held}" if offload.enabled else "off", ", ".join(swaps))
     hits, asked = (counters.get(f"prefix_cache_{x}_tokens_total", 0) for x in ("hit", "query"))
     table.add_row(
         "prefix cache", "", f"{hits / asked:.0%} of {asked:,.0f} prompt tokens found" if asked else "not asked yet"
