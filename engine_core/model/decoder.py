@@ -51,22 +51,22 @@ class Decoder:
         loaded: Callable[[int], None] = lambda count: None,
     ) -> None:
         """`loaded` is told how many bytes of the file were read, piece by piece."""
-        self.config, self._dtype = config, make.dtype
+        self.config, self.dtype = config, make.dtype
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        self._scale = config.attention_scale or config.head_dim**-0.5
-        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=make.dtype))  # as transformers does
+        self.scale = config.attention_scale or config.head_dim**-0.5
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=make.dtype))  # as transformers does
         self._gate = {"silu": silu_mul, "gelu_tanh": gelu_mul}[config.activation]
         local = config.local_rope or config.rope
         ropes = [local if window else config.rope for window in config.windows]
-        self._frequencies = {rope: rope_frequencies(rope, config.head_dim, rope_divisors) for rope in set(ropes)}
+        self.frequencies = {rope: rope_frequencies(rope, config.head_dim, rope_divisors) for rope in set(ropes)}
 
         def norm(name: str) -> Tensor:
             loaded(weights.bytes_of(name))
-            return (weights.dense(name).float() + config.norm_offset).to(make.dtype)
+            return (weights.dense(name).float() + config.norm_offset).to(make.device, make.dtype)
 
         def matrix(name: str) -> Tensor:
             loaded(weights.bytes_of(name))
-            return weights.dense(name).to(make.dtype)
+            return weights.dense(name).to(make.device, make.dtype)
 
         def linear(*names: str) -> Linear:
             made = make(weights, names)
@@ -90,10 +90,10 @@ class Decoder:
                 rope=ropes[number],
             )
 
-        self._embedding = matrix("embed")
+        self.embedding = matrix("embed")
         self.layers = [layer(number) for number in range(config.num_layers)]
-        self._norm = norm("norm")
-        self._head = make.head(self._embedding if config.tied_embeddings else matrix("head"))
+        self.norm = norm("norm")
+        self.head = make.head(self.embedding if config.tied_embeddings else matrix("head"))
 
     def forward(self, batch: Batch, kv: PagedKV) -> Tensor:
         """Run all layers, writing and reading `kv`; returns hidden states `[n, hidden]`, not yet normed."""
@@ -104,13 +104,13 @@ class Decoder:
 
     def embed(self, batch: Batch) -> Tensor:
         """What the first layer takes, `[n, hidden]`."""
-        hidden = F.embedding(batch.tokens, self._embedding)
-        return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
+        hidden = F.embedding(batch.tokens, self.embedding)
+        return hidden if self.embedding_scale == 1 else hidden * self.embedding_scale
 
     def rope_tables(self, batch: Batch) -> dict[RopeConfig, tuple[Tensor, Tensor]]:
         """Cos and sin, `[n, 1, head_dim]`, of each kind of layer."""
-        tables = {rope: rope_table(*found, batch.positions) for rope, found in self._frequencies.items()}
-        return {rope: (cos.to(self._dtype), sin.to(self._dtype)) for rope, (cos, sin) in tables.items()}
+        tables = {rope: rope_table(*found, batch.positions) for rope, found in self.frequencies.items()}
+        return {rope: (cos.to(self.dtype), sin.to(self.dtype)) for rope, (cos, sin) in tables.items()}
 
     def run_layer(self, layer: Layer, hidden: Tensor, kv: LayerKV, table: tuple[Tensor, Tensor], batch: Batch) -> None:
         """Add what a layer computes to `hidden`, in place."""
@@ -122,7 +122,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits `[r, vocab]` of hidden states `[r, hidden]`."""
-        logits = self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
+        logits = self.head(rms_norm(hidden, self.norm, self.config.rms_norm_eps)).float()
         cap = self.config.logit_softcap
         return logits if not cap else (logits / cap).tanh_().mul_(cap)
 
@@ -136,7 +136,7 @@ class Decoder:
             qk[:, heads:] = rms_norm(qk[:, heads:], layer.k_norm, eps)
         rope(qk, cos, sin)
         kv.write(batch.write_index, qkv[:, heads:])
-        out = attention(qk[:, :heads], kv, batch.attention[layer.window], self._scale)
+        out = attention(qk[:, :heads], kv, batch.attention[layer.window], self.scale)
         return out.reshape(len(x), -1)
 
 

@@ -33,12 +33,12 @@ _REQUIRED: dict[str, dict[str, object]] = {
 }
 _ONLY: dict[str, dict[str, tuple[object, ...]]] = {
     "gptq": {"pack_dtype": ("int32",)},
-    "awq": {"zero_point": (True,), "backend": ("auto", "autoawq"), "pack_dtype": ("int32",)},
+    "awq": {"zero_point": (True, False), "backend": ("auto", "autoawq"), "pack_dtype": ("int32",)},
     "compressed-tensors": {"quantization_status": ("compressed", "frozen")},
     "weights": {"type": ("int",)},
     "group": {"format": ("pack-quantized",)},
 }
-_LAYOUT_KEYS = {"gptq": ("checkpoint_format", "format"), "awq": ("version", "format")}
+_LAYOUT_KEYS = {"gptq": ("checkpoint_format", "format"), "awq": ("version", "format", "checkpoint_format")}
 _LAYOUTS = {"gptq": {"gptq": 1, "gptq_v2": 2}, "awq": {"gemm": 1}}
 
 

@@ -43,12 +43,13 @@ class LinearMaker:
 
     def __call__(self, weights: Weights, names: Sequence[str]) -> Linear:
         """One layer of the rows of several weights, with their biases."""
-        biases = [weights.dense(f"{name}.bias").to(self.dtype) for name in names if f"{name}.bias" in weights.shapes]
+        biased = [f"{name}.bias" for name in names if f"{name}.bias" in weights.shapes]
+        biases = [weights.dense(name).to(self.device, self.dtype) for name in biased]
         bias = torch.cat(biases) if biases else None
         few = self._int4(weights, names, bias) if self._keeps_4bit([_form(weights, name) for name in names]) else None
         if few is not None and not self.keep_dense:
             return few
-        parts = [weights.dense(name).to(self.dtype) for name in names]
+        parts = [weights.dense(name).to(self.device, self.dtype) for name in names]
         return self._from_dense(torch.cat(parts) if len(parts) > 1 else parts[0], bias, few)
 
     def head(self, weight: Tensor) -> Linear:

@@ -94,7 +94,7 @@ def test_nan_ends_its_request_alone(oracle: Callable[[str], Oracle], name: str) 
     """NaN activations reach the pool, and are seen; neighbours and who reuses the blocks don't notice."""
     runner = open_runner(oracle("llama").folder, name)
     with torch.inference_mode():
-        runner.decoder._embedding[7] = float("nan")
+        runner.decoder.embedding[7] = float("nan")
 
     def run(*requests: tuple[list[int], list[int], int]) -> list[int]:
         rows = [Row(n, ids[at:], at, blocks, True, GREEDY, 0) for n, (ids, blocks, at) in enumerate(requests)]
