@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from frontend.engine_client import EngineClient
 from protocol.errors import PagetideError
-from protocol.messages import Finish, SamplingParams, TextParams, TokenPrompt, pack_i32
+from protocol.messages import Finish, SamplingParams, TextParams, Timing, TokenPrompt, pack_i32
 from protocol.status import CoreStatus
 
 
@@ -24,14 +24,18 @@ class Stream:
     text: str = ""
     finish: Finish = Finish.NONE
     error: str = ""
-    swaps: int = 0
-    recomputes: int = 0
+    timing: Timing | None = None  # the core's account of its time
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_complete(self) -> bool:
         """Whether it got all of its tokens, and its end."""
         return self.finish is Finish.LENGTH and not self.error
+
+    @property
+    def was_paused(self) -> bool:
+        """Whether it was preempted, by swap or by recompute."""
+        return self.timing is not None and self.timing.swaps + self.timing.recomputes > 0
 
     @property
     def ttft(self) -> float:
@@ -72,9 +76,7 @@ async def run_stream(client: EngineClient, stream: Stream, with_ids: bool = Fals
                 stream.text += delta.text
                 stream.tokens += [entry.chosen.token for entry in delta.logprobs]
                 stream.finish, stream.error = delta.finish, delta.error
-                timing = getattr(delta, "timing", None)
-                if timing is not None:
-                    stream.swaps, stream.recomputes = timing.swaps, timing.recomputes
+                stream.timing = delta.timing or stream.timing
     except PagetideError as error:
         stream.error = str(error)
     return stream
