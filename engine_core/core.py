@@ -110,7 +110,7 @@ class EngineCore:
             if self._in_flight is not None and not self._in_flight.may_plan_ahead:
                 self._collect()
             plan = self.scheduler.schedule(time.monotonic())
-            self.scheduler.pauses.clear()
+            self._tell_of_pauses()
             self.intake.left = self._taken - len(self.scheduler.waiting)
             self.intake.left_tokens = self._taken_tokens - self.scheduler.waiting_tokens
             launched = None if plan is None else self._launch(plan)
@@ -133,6 +133,11 @@ class EngineCore:
             self.scheduler.land(landed, self.last_progress)
         if self.transfer.host_blocks > self.scheduler.pool.host_blocks:
             self.scheduler.grow_host(self.transfer.host_blocks)
+
+    def _tell_of_pauses(self) -> None:
+        if self.scheduler.pauses:
+            self.output.notify(self.scheduler.pauses)
+            self.scheduler.pauses.clear()
 
     def _launch(self, plan: StepPlan) -> "LaunchedStep | None":
         """Start a plan's copies, and its step if it has one."""
@@ -236,7 +241,8 @@ class EngineCore:
     def _sleep(self) -> None:
         """Wait, without the GIL, for a message, a copy's end or the next ping."""
         sources = (self._wake, self.output.server.socket, self.engine.waker.fileno())
-        zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], int(PING_INTERVAL * 1000))
+        polls = self.transfer is not None and self.transfer.poll_interval > 0
+        zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], 1 if polls else int(PING_INTERVAL * 1000))
         try:
             while True:
                 self._wake.recv(zmq.NOBLOCK)

@@ -17,7 +17,9 @@ def open_device(name: str) -> torch.device:
     """The torch device of `--device`. Raises StartupError if there is none."""
     if name == "cpu":
         return torch.device("cpu")
-    raise StartupError(f"--device {name} is not supported yet")
+    if not torch.cuda.is_available():
+        raise StartupError(f"--device {name}: torch {torch.__version__} sees no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -30,26 +30,9 @@ class Engine:
 def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
     """Load the model. `progress` hears of bytes done and in all. Raises StartupError."""
     waker = Waker()
+    runner = _load_runner(config, progress)
     budget = config.offload_budget
-    transfer: Transfer | None = None
-    if config.device == "null":
-        from engine_core.null_runner import DEFAULT_BLOCKS, NullRunner, NullTransfer
-
-        runner: LoadedRunner = NullRunner(config)
-        block_bytes = 1  # so that the budget is a number of blocks
-        if budget:
-            transfer = NullTransfer(min(budget, DEFAULT_BLOCKS), waker.set)
-    else:
-        # How long an OpenMP thread spins at a barrier before it sleeps. libgomp's own 300,000 rounds stall a step as
-        # soon as another process wants the core (300 tokens/s became 23); without any, waking threads takes half of a
-        # step.
-        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-        from engine_core.model_runner import load_runner
-
-        runner = model = load_runner(config, progress)
-        block_bytes = model.store.layout.image_bytes
-        if budget >= block_bytes:
-            transfer = model.open_transfer(budget, waker.set)
+    transfer = runner.open_transfer(budget, waker.set) if budget >= runner.block_bytes else None
     capacity = Capacity(
         num_blocks=runner.num_blocks,
         block_size=config.block_size,
@@ -57,7 +40,7 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
         max_running=config.max_running,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         prefix_cache=config.prefix_cache,
-        block_bytes=block_bytes,
+        block_bytes=runner.block_bytes,
     )
     return Engine(
         runner,
@@ -70,4 +53,22 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
         runner.memory,
         runner.kv_cache_dtype,
         runner.summary,
+        overlap=config.overlap and config.device == "cuda",
     )
+
+
+def _load_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> LoadedRunner:
+    if config.device == "null":
+        from engine_core.null_runner import NullRunner
+
+        return NullRunner(config)
+    if config.device == "cuda":
+        from engine_core.cuda_runner import load_cuda_runner
+
+        return load_cuda_runner(config, progress)
+    # How long an OpenMP thread spins at a barrier before it sleeps. libgomp's own 300,000 rounds stall a step as soon
+    # as another process wants the core (300 tokens/s became 23); without any, waking threads takes half of a step.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    from engine_core.model_runner import load_runner
+
+    return load_runner(config, progress)

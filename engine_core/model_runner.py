@@ -46,7 +46,7 @@ class ModelRunner:
         self.eos_token_ids = list(decoder.config.eos_token_ids)
         self.vocab_size, self.max_context, self.num_blocks = vocab_size, memory.max_context, memory.kv.num_blocks
         self.memory, self.summary = memory.by_use(), memory.summary()
-        self.kv_cache_dtype = memory.kv.name
+        self.kv_cache_dtype, self.block_bytes = memory.kv.name, memory.kv.block_bytes
         self.store, self.threads = store, threads
         self.decoder, self._dtype = decoder, dtype
         self._windows = frozenset(decoder.config.windows)

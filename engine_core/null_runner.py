@@ -21,9 +21,14 @@ class NullRunner:
         self.max_context = config.max_cache or model.max_context
         self.num_blocks = config.num_blocks or DEFAULT_BLOCKS
         self.memory: dict[str, int] = {}
+        self.block_bytes = 1  # so that a budget is a number of blocks
         self.kv_cache_dtype = "none"
         self.summary = f"no model, {self.num_blocks} blocks that hold nothing"
         self._result = StepResult([])
+
+    def open_transfer(self, budget: int, wake: Callable[[], None]) -> "NullTransfer":
+        """See `LoadedRunner`."""
+        return NullTransfer(min(budget, DEFAULT_BLOCKS), wake)
 
     def launch(self, plan: StepPlan) -> "NullRunner":
         """Choose the tokens."""
@@ -38,6 +43,8 @@ class NullRunner:
 
 class NullTransfer:
     """A `Transfer` that moves no bytes: copies have landed by the next `landed()`. It keeps tags as others do."""
+
+    poll_interval = 0.0
 
     def __init__(self, host_blocks: int, wake: Callable[[], None]) -> None:
         self.host_blocks, self._wake = host_blocks, wake

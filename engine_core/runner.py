@@ -4,7 +4,7 @@ Implementations: model_runner.py (torch) and null_runner.py (no model). A native
 more class of this shape.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine_core.plan import Copy, Landed, StepPlan, StepResult
@@ -31,6 +31,11 @@ class Transfer(Protocol):
 
     host_blocks: int  # blocks of the host pool that may be used by now: it is made in the background, slab by slab
 
+    @property
+    def poll_interval(self) -> float:
+        """Seconds after which to ask for what has landed, where nobody is woken; 0 otherwise."""
+        ...
+
     def start(self, copies: Sequence[Copy]) -> None:
         """Start copies. Each is ordered after all steps launched so far; copies of one direction run in order."""
         ...
@@ -51,6 +56,23 @@ class LoadedRunner(Runner, Protocol):
     eos_token_ids: list[int]
     max_context: int  # tokens
     num_blocks: int
-    memory: dict[str, int]  # bytes by use
     kv_cache_dtype: str
-    summary: str  # for the start-up line
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block image."""
+        ...
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by use."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """For the start-up line."""
+        ...
+
+    def open_transfer(self, budget: int, wake: Callable[[], None]) -> Transfer:
+        """Make a host pool of at most `budget` bytes in the background, and what copies; it calls `wake` at ends."""
+        ...

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,6 +10,20 @@ from torch import Tensor
 from engine_core.plan import Row, has_penalties
 from kernels import sampling
 from protocol.messages import TopLogprobs, pack_i32
+
+
+class LogitOps(Protocol):
+    """The ops that change logits: `kernels.sampling`, or its CUDA twin."""
+
+    def adjust(
+        self, logits: Tensor, row: Tensor, token: Tensor, bias: Tensor, repetition: Tensor, subtract: Tensor
+    ) -> None:
+        """See `kernels.sampling`."""
+        ...
+
+    def forbid(self, logits: Tensor, row: Tensor, token: Tensor) -> None:
+        """See `kernels.sampling`."""
+        ...
 
 
 class Sampler:
@@ -19,9 +34,15 @@ class Sampler:
     the model, before all of this, so that they compare between requests.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: Iterable[int] = (),
+        ops: LogitOps = sampling,
+    ) -> None:
         """`vocab_size` is the tokenizer's: what a padded model says of higher ids is never looked at."""
-        self._vocab_size = vocab_size
+        self._vocab_size, self._ops = vocab_size, ops
         self._device = device
         self._eos = [token for token in eos_token_ids if 0 <= token < vocab_size]
         self._adjustments: dict[int, _Adjustments] = {}  # of the rows of the last call
@@ -36,8 +57,7 @@ class Sampler:
         logits = logits[:, : self._vocab_size]
         asked = [index for index, row in enumerate(rows) if row.sampling.logprobs >= 0]
         raw = logits[asked] if asked else None  # a copy
-        self._adjust(logits, rows)
-        self._forbid(logits, rows)
+        self.change_logits(logits, rows)
         tokens: list[int] = self._choose(logits, rows).tolist()
         if raw is None:
             return tokens, {}
@@ -72,6 +92,18 @@ class Sampler:
             uniform,
         )
 
+    def changes_logits(self, rows: Sequence[Row]) -> bool:
+        """Whether `change_logits` would do anything."""
+        return any(
+            row.sampling.logit_bias or has_penalties(row.sampling) or row.position < row.sampling.min_tokens
+            for row in rows
+        )
+
+    def change_logits(self, logits: Tensor, rows: Sequence[Row]) -> None:
+        """Apply bias, penalties and min_tokens to float32 logits `[R, V]`, in place."""
+        self._adjust(logits, rows)
+        self._forbid(logits, rows)
+
     def _adjust(self, logits: Tensor, rows: Sequence[Row]) -> None:
         current: dict[int, _Adjustments] = {}
         indices, counts = [], []
@@ -93,7 +125,7 @@ class Sampler:
         if token:
             row_index = torch.repeat_interleave(self._column(indices), self._column(counts))
             floats = (self._buffer(column, torch.float32) for column in (bias, repetition, subtract))
-            sampling.adjust(logits, row_index, self._buffer(token, torch.int64), *floats)
+            self._ops.adjust(logits, row_index, self._buffer(token, torch.int64), *floats)
 
     def _forbid(self, logits: Tensor, rows: Sequence[Row]) -> None:
         places = [
@@ -103,22 +135,27 @@ class Sampler:
             for token in (*self._eos, *row.sampling.stop_token_ids)
         ]
         if places:
-            sampling.forbid(logits, *self._column(places).T)
+            self._ops.forbid(logits, *self._column(places).T)
 
     def _top(self, logits: Tensor, tokens: Sequence[int], count: int) -> list[TopLogprobs]:
         if not len(tokens):
             return []
         columns = sampling.top_logprobs(logits, self._column(tokens), min(count, self._vocab_size))
-        return [
-            TopLogprobs(token, logprob, pack_i32(ids), values, rank)
-            for token, logprob, rank, ids, values in zip(tokens, *(c.tolist() for c in columns), strict=True)
-        ]
+        return entries(tokens, columns)
 
     def _column(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
     def _buffer(self, values: "array[int] | array[float]", dtype: torch.dtype) -> Tensor:
         return torch.frombuffer(values, dtype=dtype).to(self._device)
+
+
+def entries(tokens: Sequence[int], columns: Sequence[Tensor]) -> list[TopLogprobs]:
+    """What `top_logprobs` returned for `tokens`, as messages."""
+    return [
+        TopLogprobs(token, logprob, pack_i32(ids), values, rank)
+        for token, logprob, rank, ids, values in zip(tokens, *(c.tolist() for c in columns), strict=True)
+    ]
 
 
 class _Adjustments:

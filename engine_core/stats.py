@@ -4,7 +4,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from protocol.status import CoreStatus, PeerInfo
+from protocol.status import CoreStatus, CpuOffload, PeerInfo
 
 if TYPE_CHECKING:
     from engine_core.core import EngineCore
@@ -29,6 +29,20 @@ def core_status(core: "EngineCore") -> CoreStatus:
         gauges=_gauges(core),
         counters=_counters(core),
         memory=core.engine.memory,
+        swapped=scheduler.residency.swapped,
+        cpu_offload=_cpu_offload(core),
+    )
+
+
+def _cpu_offload(core: "EngineCore") -> CpuOffload:
+    pool, block_bytes = core.scheduler.pool, core.engine.capacity.block_bytes
+    return CpuOffload(
+        core.transfer is not None,
+        pool.host_used * block_bytes,
+        core.engine.offload_budget,
+        core.scheduler.counts.most_swapped,
+        pool.moving,
+        pool.host_blocks * block_bytes,
     )
 
 

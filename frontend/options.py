@@ -99,6 +99,12 @@ def engine_config(
             parser=parse_size, metavar="SIZE", help="What the engine may use, e.g. 4GiB; 0: what is free.", **_CACHE
         ),
     ] = 0,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a GPU's memory that the engine may use, without --gpu-memory.", **_CACHE)
+    ] = _DEFAULTS.gpu_memory_utilization,
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="On a GPU, plan each step while another runs.", **_ENGINE)
+    ] = True,
     no_prefix_cache: Annotated[
         bool, typer.Option("--no-prefix-cache", help="Don't reuse the KV of equal prompt beginnings.", **_CACHE)
     ] = False,

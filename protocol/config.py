@@ -25,6 +25,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     max_cache: int = 0  # tokens, the longest context of one request; 0: the model's own limit
     num_blocks: int = 0  # KV blocks in the device pool; 0: from memory
     gpu_memory: int = 0  # bytes the engine may use on the device; 0: from what is free
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that the engine may use, if gpu_memory is 0
+    overlap: bool = True  # on a GPU, plan each step while the one before it runs
     max_running: int = 64  # requests in one step at most
     prefill_chunk_tokens: int = 512  # prompt tokens in one step at most, beside one token per decoding request
     prefix_cache: bool = True
@@ -62,6 +64,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         ):
             if not low <= value <= high:
                 raise StartupError(f"{name} {value} is out of range: {low} to {high}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise StartupError(
+                f"--gpu-memory-utilization {self.gpu_memory_utilization} is out of range: more than 0, at most 1"
+            )
         if not 0 < self.max_pause <= 3600:
             raise StartupError(f"--max-pause {self.max_pause} is out of range: more than 0, at most 3600 seconds")
 

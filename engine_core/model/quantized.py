@@ -46,16 +46,16 @@ class LinearMaker:
         biased = [f"{name}.bias" for name in names if f"{name}.bias" in weights.shapes]
         biases = [weights.dense(name).to(self.device, self.dtype) for name in biased]
         bias = torch.cat(biases) if biases else None
-        few = self._int4(weights, names, bias) if self._keeps_4bit([_form(weights, name) for name in names]) else None
-        if few is not None and not self.keep_dense:
-            return few
-        parts = [weights.dense(name).to(self.device, self.dtype) for name in names]
-        return self._from_dense(torch.cat(parts) if len(parts) > 1 else parts[0], bias, few)
+        if not self._keeps_4bit([_form(weights, name) for name in names]):
+            return self._from_dense([weights.dense(name) for name in names], bias, None)
+        parts = [weights.four_bit(name) for name in names]
+        few = _int4(parts, bias)
+        return self._from_dense([part.dequantize(self.dtype) for part in parts], bias, few) if self.keep_dense else few
 
     def head(self, weight: Tensor) -> Linear:
         """The head `[vocab, hidden]`; its logits may be float32 whatever the dtype."""
         if self.mode == "dense" or not Int8DynamicLinear.is_available():
-            return self._from_dense(weight, None, None)
+            return self._from_dense([weight], None, None)
         few = Int8DynamicLinear(weight)
         return HybridLinear(few, self._dense(weight, None), _FEW_HEAD_ROWS) if self.keep_dense else few
 
@@ -79,7 +79,9 @@ class LinearMaker:
     def _keeps_4bit(self, forms: Sequence[Form]) -> bool:
         return self.mode == "int4" and all(int4_group(shape, size) for shape, size in forms)
 
-    def _from_dense(self, dense: Tensor, bias: Tensor | None, few: Linear | None) -> Linear:
+    def _from_dense(self, parts: Sequence[Tensor], bias: Tensor | None, few: Linear | None) -> Linear:
+        parts = [part.to(self.device, self.dtype) for part in parts]
+        dense = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
         if self.mode == "dense":
             return self._dense(dense, bias)
         few = few or Int8Linear(dense, bias)
@@ -92,25 +94,21 @@ class LinearMaker:
     def _packs(self) -> bool:
         return self.device.type == "cpu" and self.dtype == torch.bfloat16
 
-    def _int4(self, weights: Weights, names: Sequence[str], bias: Tensor | None) -> Linear:
-        parts = [weights.four_bit(name) for name in names]
-        first = parts[0].packed
-        if len({_layout(part) for part in parts}) > 1 or any(
-            not _equal(part.packed.order, first.order) for part in parts
-        ):
-            biases = (
-                [None] * len(parts) if bias is None else torch.split(bias, [part.packed.shape[0] for part in parts])
-            )
-            return JoinedLinear([Int4Linear(p.packed, p.minima, b) for p, b in zip(parts, biases, strict=True)])
-        joined = W4Weight(
-            torch.cat([part.packed.codes for part in parts]),
-            torch.cat([part.packed.scales for part in parts]),
-            torch.cat([_zeros(part.packed) for part in parts]),
-            first.order,
-            first.group_size,
-        )
-        minima = [part.minima for part in parts if part.minima is not None]
-        return Int4Linear(joined, torch.cat(minima) if minima else None, bias)
+
+def _int4(parts: Sequence[Weight4], bias: Tensor | None) -> Linear:
+    first = parts[0].packed
+    if len({_layout(part) for part in parts}) > 1 or any(not _equal(part.packed.order, first.order) for part in parts):
+        biases = [None] * len(parts) if bias is None else torch.split(bias, [part.packed.shape[0] for part in parts])
+        return JoinedLinear([Int4Linear(p.packed, p.minima, b) for p, b in zip(parts, biases, strict=True)])
+    joined = W4Weight(
+        torch.cat([part.packed.codes for part in parts]),
+        torch.cat([part.packed.scales for part in parts]),
+        torch.cat([_zeros(part.packed) for part in parts]),
+        first.order,
+        first.group_size,
+    )
+    minima = [part.minima for part in parts if part.minima is not None]
+    return Int4Linear(joined, torch.cat(minima) if minima else None, bias)
 
 
 def _form(weights: Weights, name: str) -> Form:

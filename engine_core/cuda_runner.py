@@ -1,0 +1,231 @@
+"""Computes steps on a GPU. A step is launched without waiting for it: the next one can be planned while it runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine_core.batch import wants_prompt_logprobs
+from engine_core.cuda_forward import CudaForward
+from engine_core.cuda_inputs import StepInputs
+from engine_core.cuda_sampler import Columns, CudaSampler, PendingLogprobs
+from engine_core.cuda_transfer import CudaTransfer
+from engine_core.device import open_device
+from engine_core.memory import MemoryPlan, OpenModel, open_model, plan_memory
+from engine_core.model.decoder import Decoder
+from engine_core.plan import Row, StepPlan, StepResult
+from engine_core.runner import Transfer
+from engine_core.sampler import entries
+from engine_core.transfer import HostPool
+from kernels.launcher import probe
+from protocol.config import EngineConfig
+from protocol.errors import StartupError
+from protocol.messages import SamplingParams
+
+_RESULTS = 3  # steps in flight at most
+_MARGIN = 256 << 20  # bytes kept free for what CUDA and cuBLAS take later
+_LARGE_BUCKET = 16
+
+
+class CudaStep:
+    """A step in flight."""
+
+    def __init__(self, tokens: Tensor, logprobs: PendingLogprobs | None) -> None:
+        self.passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._tokens, self._logprobs = tokens, logprobs
+        self.prompt_logprobs: list[tuple[Row, list[int], Columns]] = []
+
+    def tokens(self) -> StepResult:
+        """See `StepHandle`."""
+        self.passed.synchronize()
+        result = StepResult(self._tokens.tolist())
+        if self._logprobs is not None:
+            result.logprobs = self._logprobs.collect()
+        for row, following, columns in self.prompt_logprobs:
+            result.prompt_logprobs[row.request_id] = entries(following, columns)
+        return result
+
+
+@dataclass(frozen=True)
+class DecodeGraph:
+    """A captured forward pass of decode rows, and where it leaves their logits `[rows, vocab]`."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class CudaRunner:
+    """A `Runner` over one decoder and one KV pool. Decode steps are CUDA graphs, by number of rows."""
+
+    def __init__(self, decoder: Decoder, model: OpenModel, config: EngineConfig, memory: MemoryPlan) -> None:
+        self.model_config, self.memory_plan = decoder.config, memory
+        self.vocab_size, self.max_context = model.vocab_size, memory.max_context
+        self.eos_token_ids = list(decoder.config.eos_token_ids)
+        self.kv_cache_dtype, self.block_bytes = memory.kv.name, memory.kv.block_bytes
+        self.layout, self.decoder = model.kv_layout, decoder
+        device, rows = decoder.embedding.device, config.max_running
+        blocks = -(-memory.max_context // config.block_size)
+        self._inputs = StepInputs(rows, rows + config.prefill_chunk_tokens, blocks, config.block_size, device)
+        self._sampler = CudaSampler(self.vocab_size, decoder.dtype, self._inputs, self.eos_token_ids)
+        self._sampled_at: dict[int, int] = {}  # by request: where the last step left its token
+        self._results = [torch.zeros(rows, dtype=torch.int64, pin_memory=True) for _ in range(_RESULTS)]
+        self._step = 0
+        self._graphs: dict[int, DecodeGraph] = {}
+        self.use_pool(1 + config.prefill_chunk_tokens // config.block_size)
+
+    def use_pool(self, num_blocks: int) -> None:
+        """Allocate a pool in place of the one before it; its graphs are gone."""
+        self._graphs.clear()
+        self.pool = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+        shape = num_blocks, self.layout.image_bytes
+        self.pool = torch.empty(shape, dtype=torch.uint8, device=self.decoder.embedding.device)
+        self.num_blocks = num_blocks
+        self._forward = CudaForward(self.decoder, self.layout, self.pool, self._inputs, self.max_context)
+
+    def open_transfer(self, budget: int, wake: Callable[[], None]) -> Transfer:
+        """See `LoadedRunner`."""
+        return CudaTransfer(self.pool, HostPool(self.block_bytes, budget, pinned=True))
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by use."""
+        return self.memory_plan.by_use()
+
+    @property
+    def summary(self) -> str:
+        """For the start-up line."""
+        return self.memory_plan.summary()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> CudaStep:
+        """Start the step: one upload, one graph or forward pass, the sampling, and the tokens' way back."""
+        rows = [row for row in (*plan.decodes, *plan.prefills) if row.samples]
+        decodes, bucket = len(plan.decodes), 0
+        if not plan.prefills:
+            bucket = next((size for size in self._graphs if size >= decodes), 0)
+        self._inputs.upload(plan, self._sampled_at, bucket)
+        hidden: Tensor | None = None
+        if bucket:
+            self._graphs[bucket].graph.replay()
+            logits = self._graphs[bucket].logits[:decodes]
+        else:
+            hidden = self._run(decodes, plan.prefills, plan.num_tokens)
+            logits = self.decoder.head(hidden[self._inputs.ends[: len(rows)]]) if rows else hidden
+        logprobs = self._sampler.launch(self._soften(logits), rows) if rows else None
+        self._sampled_at = {row.request_id: place for place, row in enumerate(rows)}
+        self._step += 1
+        tokens = self._results[self._step % _RESULTS][: len(rows)]
+        tokens.copy_(self._sampler.sampled[: len(rows)], non_blocking=True)
+        step = CudaStep(tokens, logprobs)
+        if hidden is not None:
+            self._add_prompt_logprobs(step, plan, hidden)
+        step.passed.record()
+        return step
+
+    def _run(self, decodes: int, prefills: Sequence[Row], tokens: int) -> Tensor:
+        """The forward pass, without a graph: hidden states `[tokens, hidden]`, normed for the head."""
+        self._feed(decodes)
+        return self._forward(decodes, len(prefills), tokens, max((len(row.tokens) for row in prefills), default=0))
+
+    def _feed(self, decodes: int) -> None:
+        """Put tokens that the last step sampled where this one reads them."""
+        if decodes:
+            feed, tokens = self._inputs.feed[:decodes], self._inputs.tokens[:decodes]
+            torch.where(feed >= 0, self._sampler.sampled[feed.clamp(min=0)], tokens, out=tokens)
+
+    def _soften(self, logits: Tensor) -> Tensor:
+        cap = self.model_config.logit_softcap
+        return logits if not cap else (logits.float() / cap).tanh_().mul_(cap)
+
+    def _add_prompt_logprobs(self, step: CudaStep, plan: StepPlan, hidden: Tensor) -> None:
+        at = len(plan.decodes)
+        for row in plan.prefills:
+            following = list(row.prompt[row.start + 1 : row.start + len(row.tokens) + 1])
+            if wants_prompt_logprobs(row) and following:
+                logits = self._soften(self.decoder.head(hidden[at : at + len(following)]))[:, : self.vocab_size]
+                tokens = torch.tensor(following, device=hidden.device)
+                columns = self._sampler.top(logits.float(), tokens, row.sampling.prompt_logprobs)
+                step.prompt_logprobs.append((row, following, columns))
+            at += len(row.tokens)
+
+    @torch.inference_mode()
+    def warm_up(self, chunk: int) -> int:
+        """Run the largest step there can be; the most bytes that it took beside weights and pool."""
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        sampling = SamplingParams()
+        decodes = [Row(-1 - n, [0], 0, [0], True, sampling, 0) for n in range(self._inputs.max_rows - 1)]
+        blocks = list(range(self.num_blocks))
+        prefill = Row(-self._inputs.max_rows, [0] * chunk, 0, blocks, True, sampling, 0)
+        self.launch(StepPlan(0, decodes, [prefill])).tokens()
+        return torch.cuda.max_memory_allocated() - before
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture decode graphs, the largest first: the smaller ones use its memory."""
+        sizes = [size for size in (1, 2, 4, 8) if size < self._inputs.max_rows]
+        sizes += [*range(_LARGE_BUCKET, self._inputs.max_rows, _LARGE_BUCKET), self._inputs.max_rows]
+        found: dict[int, DecodeGraph] = {}
+        memory = torch.cuda.graph_pool_handle()
+        for size in reversed(sizes):
+            self._inputs.upload(StepPlan(0, [], []), {}, size)
+            graph = torch.cuda.CUDAGraph()
+            self._decode(size)  # cuBLAS chooses its kernels outside of the capture
+            torch.cuda.current_stream().synchronize()
+            with torch.cuda.graph(graph, pool=memory):
+                logits = self._decode(size)
+            found[size] = DecodeGraph(graph, logits)
+        self._graphs = dict(sorted(found.items()))
+
+    def _decode(self, rows: int) -> Tensor:
+        self._feed(rows)
+        logits: Tensor = self.decoder.head(self._forward(rows, 0, rows, 0))
+        return logits
+
+
+def load_cuda_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> CudaRunner:
+    """Load `config.model`, size the pool by what is free after a warm-up, capture graphs. Raises StartupError."""
+    device = open_device(config.device)
+    probe(device.index or 0)
+    model = open_model(config, device)
+    if model.maker.dtype == torch.float32:
+        raise StartupError("--dtype fp32 is for the CPU: the CUDA kernels compute in bf16 or fp16")
+    memory = plan_memory(model, config)
+    weights = model.weights
+    if weights is None:
+        raise StartupError(f"{config.model} has a config.json but no weights")
+    done = 0
+
+    def loaded(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, weights.total_bytes)
+
+    with torch.inference_mode():
+        decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
+    runner = CudaRunner(decoder, model, config, memory)
+    workspace = runner.warm_up(config.prefill_chunk_tokens)
+    runner.memory_plan = _fit(runner, config, memory, workspace)
+    runner.use_pool(runner.memory_plan.kv.num_blocks)
+    runner.capture()
+    return runner
+
+
+def _fit(runner: CudaRunner, config: EngineConfig, plan: MemoryPlan, workspace: int) -> MemoryPlan:
+    """The plan with the pool that really fits. Raises StartupError if one context doesn't."""
+    torch.cuda.empty_cache()
+    block = plan.kv.block_bytes
+    free, total = torch.cuda.mem_get_info()
+    free += runner.pool.nbytes
+    used = plan.free - free  # by weights, buffers, CUDA itself
+    budget = min(config.gpu_memory or int(total * config.gpu_memory_utilization), plan.free) - used
+    blocks = config.num_blocks or max(0, budget - workspace - _MARGIN) // block
+    needed = -(-plan.max_context // config.block_size)
+    if blocks < needed or blocks * block > free - workspace:
+        raise StartupError(
+            f"after loading, {free >> 20} MiB are free, a step takes {workspace >> 20} MiB, and --gpu-memory leaves "
+            f"{max(0, budget) >> 20} MiB: that is {blocks} KV blocks, and one context of {plan.max_context} tokens "
+            f"needs {needed}; lower --max-cache, --max-running or --prefill-chunk-tokens, or raise --gpu-memory"
+        )
+    return replace(plan, workspace=workspace, kv=replace(plan.kv, num_blocks=blocks))

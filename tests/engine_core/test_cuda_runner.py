@@ -1,0 +1,230 @@
+"""The CUDA executor against transformers in float32: each token it samples, however steps are cut, overlapped, swapped.
+
+Needs a GPU: `make test-gpu`.
+"""
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_core.plan import Row, StepPlan
+from engine_core.request import Request
+from engine_core.scheduler import Capacity, Outcome, Scheduler
+from engine_core.swap import SwapPolicy
+from protocol.config import EngineConfig
+from protocol.messages import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.1,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"attention_bias": True}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {}),
+    "mistral-window": ("Mistral", {"sliding_window": 24}),
+    "gemma3": ("Gemma3", {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}),
+}
+ERROR = {
+    "auto": 0.05,
+    "int8": 0.15,
+    "fp8_e4m3": 0.5,
+    "fp8_e5m2": 1.0,
+    "fp8_per_token_head": 0.4,
+}  # of a log-probability
+_ids = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def make(case: str) -> tuple[Path, Any]:
+        if case not in made:
+            folder = tmp_path_factory.mktemp(case)
+            name, extra = MODELS[case]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import transformers
+
+                suffix = "TextConfig" if name == "Gemma3" else "Config"
+                config = getattr(transformers, name + suffix)(**SIZES | extra)
+                torch.manual_seed(1)
+                model = getattr(transformers, name + "ForCausalLM")(config).float().eval()
+                model.save_pretrained(folder)
+            made[case] = folder, model
+        return made[case]
+
+    return make
+
+
+def log_probs(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        result: torch.Tensor = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+    return result
+
+
+def make_runner(folder: Path, **changes: Any) -> Any:
+    from engine_core.cuda_runner import load_cuda_runner
+
+    options = {"num_blocks": 64, "max_cache": 256, "max_running": 8, "prefill_chunk_tokens": 32, "dtype": "fp16"}
+    config = EngineConfig(model=str(folder), device="cuda", **options | changes)
+    return load_cuda_runner(config, lambda done, total: None)
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("kv", ERROR)
+def test_log_probabilities_match(oracle: Callable[[str], tuple[Path, Any]], case: str, kv: str) -> None:
+    """Chunked prefills, decode rows beside them, decode graphs with idle rows."""
+    folder, model = oracle(case)
+    runner = make_runner(folder, kv_cache_dtype=kv)
+    known = {0: [(7 * n + 3) % 512 for n in range(41)], 1: [(11 * n + 5) % 512 for n in range(53)]}
+    blocks = {0: list(range(16)), 1: list(range(63, 47, -1))}
+    computed = {0: 0, 1: 0}
+    worst = 0.0
+
+    def row(request: int, count: int) -> Row:
+        start, ids = computed[request], known[request]
+        params = SamplingParams(temperature=0.0, logprobs=5)
+        samples = start + count == len(ids)
+        return Row(request, ids[start : start + count], start, blocks[request], samples, params, 0, ids, [])
+
+    def step(decodes: dict[int, int], prefills: dict[int, int]) -> None:
+        nonlocal worst
+        plan = StepPlan(0, [row(r, n) for r, n in decodes.items()], [row(r, n) for r, n in prefills.items()])
+        result = runner.launch(plan).tokens()
+        for request, entry in result.logprobs.items():
+            expected = log_probs(model, known[request])
+            top = torch.frombuffer(bytearray(entry.top_ids), dtype=torch.int32).long()
+            worst = max(worst, (torch.tensor(entry.top_logprobs) - expected[top]).abs().max().item())
+            known[request].append((3 * len(known[request])) % 512)
+        for request, count in (decodes | prefills).items():
+            computed[request] += count
+
+    step({}, {0: 25})
+    step({}, {0: 16, 1: 16})
+    for _ in range(3):
+        step({0: 1}, {1: 11})
+    step({0: 1}, {1: 4})
+    for _ in range(20):
+        step({0: 1, 1: 1}, {})
+    assert worst < ERROR[kv], f"{case} {kv}: {worst}"
+
+
+class Drive:
+    """The step loop without its process."""
+
+    def __init__(self, runner: Any, policy: SwapPolicy, host_mb: int = 64, overlap: bool = True) -> None:
+        capacity = Capacity(runner.num_blocks, 16, runner.max_context, 8, 32, block_bytes=runner.block_bytes)
+        self.scheduler = Scheduler(capacity, [], policy)
+        self.runner, self.overlap = runner, overlap
+        self.transfer = runner.open_transfer(host_mb << 20, lambda: None)
+        self._in_flight: tuple[StepPlan, Any] | None = None
+
+    def add(self, prompt: list[int], max_tokens: int, **sampling: Any) -> Request:
+        params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True} | sampling)
+        request = Request(next(_ids), prompt, params, max_tokens, time.monotonic())
+        self.scheduler.add(request)
+        return request
+
+    def run(self) -> None:
+        deadline = time.monotonic() + 60
+        while self.scheduler.has_work:
+            assert time.monotonic() < deadline, "no end in sight"
+            for landed in self.transfer.landed():
+                self.scheduler.land(landed, time.monotonic())
+            if self.transfer.host_blocks > self.scheduler.pool.host_blocks:
+                self.scheduler.grow_host(self.transfer.host_blocks)
+            plan = self.scheduler.schedule(time.monotonic())
+            launched = None
+            if plan is not None:
+                self.transfer.start(plan.copies)
+                launched = (plan, self.runner.launch(plan)) if plan.num_tokens else None
+            self._collect()
+            self._in_flight = launched
+            if not self.overlap:
+                self._collect()
+        self.scheduler.check()
+        self.transfer.close()
+
+    def _collect(self) -> list[Outcome]:
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return []
+        return self.scheduler.commit(step[0], step[1].tokens(), time.monotonic())
+
+
+def assert_greedy(model: Any, request: Request) -> None:
+    """Each token is the likeliest, given those before it, or as good as the likeliest."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([request.prompt + request.output])).logits[0].float().log_softmax(-1)
+    for place, token in enumerate(request.output, len(request.prompt) - 1):
+        assert logits[place].max() - logits[place, token] < 0.1, f"token {place} of request {request.id}"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("swap_every", [0, 3])
+def test_a_crowd_gets_the_likeliest_tokens(
+    oracle: Callable[[str], tuple[Path, Any]], overlap: bool, swap_every: int
+) -> None:
+    """Twice as many as the pool holds, swapped for want of room and for nothing."""
+    folder, model = oracle("llama")
+    runner = make_runner(folder, num_blocks=24)
+    drive = Drive(runner, SwapPolicy("swap", max_pause=0.05, swap_every=swap_every), overlap=overlap)
+    requests = [drive.add([(k * n + 1) % 512 for n in range(20 + k)], 40) for k in range(3, 15)]
+    drive.run()
+    assert drive.scheduler.counts.swapped > 0
+    assert drive.scheduler.counts.failed == 0
+    for request in requests:
+        assert len(request.output) == 40
+        assert_greedy(model, request)
+
+
+def test_overlap_changes_no_token(oracle: Callable[[str], tuple[Path, Any]]) -> None:
+    """Greedy, seeded, penalised, and one that stops at a token that it samples."""
+    folder, _ = oracle("llama")
+    outputs = []
+    for overlap in (True, False):
+        runner = make_runner(folder)
+        drive = Drive(runner, SwapPolicy(), overlap=overlap)
+        found = []
+        for sampling in ({}, {"temperature": 0.8, "seed": 5}, {"repetition_penalty": 1.3}):
+            request = drive.add([1, 2, 3, 4, 5, 6, 7], 30, **sampling)
+            drive.run()  # alone, so that both have the same batches
+            drive = Drive(runner, SwapPolicy(), overlap=overlap)
+            found.append(request.output)
+        stopped = drive.add([1, 2, 3, 4, 5, 6, 7], 30, stop_token_ids=[found[0][9]])
+        drive.run()
+        found.append(stopped.output)
+        outputs.append(found)
+    assert outputs[0] == outputs[1]
+    assert outputs[0][3] == outputs[0][0][: outputs[0][0].index(outputs[0][0][9]) + 1]
+
+
+def test_prompt_logprobs(oracle: Callable[[str], tuple[Path, Any]]) -> None:
+    folder, model = oracle("llama")
+    runner = make_runner(folder)
+    prompt = [(5 * n + 2) % 512 for n in range(30)]
+    row = Row(1, prompt, 0, list(range(2)), True, SamplingParams(temperature=0.0, prompt_logprobs=2), 0, prompt, [])
+    entries = runner.launch(StepPlan(0, [], [row])).tokens().prompt_logprobs[1]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    assert len(entries) == 29
+    for place, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(expected[place, prompt[place + 1]].item(), abs=0.05)
