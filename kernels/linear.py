@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.w4_format import SYMMETRIC_ZERO, W4Weight, unpack_nibbles
 
+_CHUNK = 1 << 18  # elements widened at a time: what stays in a core's cache
 INT4_GROUPS, INT4_ROWS = (256, 128, 64, 32), 16
 """What torch's int4 kernel takes: elements of a row that share a scale and a zero; a divisor of the rows."""
 
@@ -51,10 +52,13 @@ class Int8Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Weight `[out, in]`, any float dtype."""
-        scale = (weight.float().abs().amax(1) / 127).clamp_min(1e-12)
-        self._scale = scale.bfloat16()
-        codes = (weight.float() / self._scale.float()[:, None]).round_().clamp_(-127, 127)
-        self._codes, self._bias = codes.to(torch.int8), bias
+        self._codes, self._bias = torch.empty(weight.shape, dtype=torch.int8), bias
+        self._scale = torch.empty(len(weight), dtype=torch.bfloat16)
+        for start in range(0, len(weight), step := max(1, _CHUNK // weight.shape[1])):
+            rows = weight[start : start + step].float()
+            scale = (rows.abs().amax(1) / 127).clamp_min(1e-12).bfloat16()
+            codes = rows.div_(scale.float()[:, None]).round_().clamp_(-127, 127)
+            self._scale[start : start + step], self._codes[start : start + step] = scale, codes
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""

@@ -55,7 +55,7 @@ def module_name(name: str, config: ModelConfig) -> str:
     return f"model.layers.{number}.{(_LAYER | (_GEMMA3_LAYER if config.output_norms else {}))[part]}"
 
 
-def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD) -> int:
     """Write shards as they fill up, and their index. Returns the bytes of the tensors."""
     shard: dict[str, Tensor] = {}
     shards: list[list[str]] = []
@@ -67,7 +67,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
         shard.clear()
 
     for name, tensor in tensors:
-        if shard and size + tensor.nbytes > SHARD:
+        if shard and size + tensor.nbytes > shard_bytes:
             flush()
             size = 0
         shard[name] = tensor.contiguous()

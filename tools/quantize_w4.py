@@ -149,13 +149,17 @@ def stored(
         yield f"{module_name(base, config)}.{suffix}", tensor if is_16bit(tensor) else tensor.to(dtype)
         done(tensor.numel())
     for name, weight in rounded:
-        module = module_name(name, config)
-        yield f"{module}.weight_packed", weight.codes.view(torch.int32)
-        yield f"{module}.weight_scale", weight.scales
-        yield f"{module}.weight_shape", torch.tensor(weight.shape)
-        if weight.zeros is not None:
-            yield f"{module}.weight_zero_point", packed_zeros(weight.zeros)
+        yield from packed_tensors(module_name(name, config), weight)
         done(2 * weight.codes.numel())
+
+
+def packed_tensors(module: str, weight: W4Weight) -> Iterator[tuple[str, Tensor]]:
+    """A 4-bit weight as compressed-tensors stores it."""
+    yield f"{module}.weight_packed", weight.codes.view(torch.int32)
+    yield f"{module}.weight_scale", weight.scales
+    yield f"{module}.weight_shape", torch.tensor(weight.shape)
+    if weight.zeros is not None:
+        yield f"{module}.weight_zero_point", packed_zeros(weight.zeros)
 
 
 def packed_zeros(zeros: Tensor) -> Tensor:

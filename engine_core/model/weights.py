@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine_core.model.config import ModelConfig
@@ -22,6 +23,13 @@ class Weight4:
 
     packed: W4Weight
     minima: Tensor | None = None  # float32 [out, groups]; of Q4_1, where all zeros are 0
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight `[out, in]`, computed in float32."""
+        if self.minima is None:
+            return self.packed.dequantize(dtype)
+        wide = self.packed.dequantize(torch.float32).view(*self.minima.shape, -1)
+        return wide.add_(self.minima[..., None]).view(self.packed.shape).to(dtype)
 
 
 class Weights(Protocol):
