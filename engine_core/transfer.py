@@ -5,7 +5,9 @@ run in order, both directions run at once, and nobody waits. The steps of the `c
 "after them" is at once.
 """
 
+import contextlib
 import logging
+import mmap
 import threading
 import time
 from collections import deque
@@ -32,7 +34,8 @@ _Images = NDArray[np.uint8]  # [n, image_bytes]
 class HostPool:
     """An array of block images in host memory, with each image's tag. A thread makes it, slab by slab.
 
-    Pageable slabs take no memory before they are written. Where a slab can't be had the pool ends, with a warning.
+    Pageable slabs take no memory before they are written. From the first slab on that can't be pinned all are pageable,
+    and `pinned` is False. Where a slab can't be had the pool ends. Both give one warning.
     """
 
     def __init__(self, image_bytes: int, budget: int, pinned: bool = False, slab_bytes: int = SLAB_BYTES) -> None:
@@ -44,6 +47,8 @@ class HostPool:
         self.pinned = pinned
         self.made = threading.Event()  # no more slabs follow
         self._slabs: list[_Images] = []
+        self._addresses: list[int] = []
+        self._registered: list[int] = []  # addresses of pinned slabs
         self._closing = False
         threading.Thread(target=self._make, name="host-pool", daemon=True).start()
 
@@ -54,9 +59,17 @@ class HostPool:
             raise IndexError(f"host block {first}")
         return _rows(self._slabs[slab], row, count)
 
+    def address(self, block: int) -> int:
+        """Where the image of a block begins; it must be there."""
+        slab, row = divmod(block, self.slab_blocks)
+        return self._addresses[slab] + row * self.image_bytes
+
     def close(self) -> None:
-        """Make no more slabs."""
+        """Make no more slabs, and unpin those that are there: nothing may be copying any more."""
         self._closing = True
+        if self._registered and self.made.wait(5.0):
+            while self._registered:
+                torch.cuda.cudart().cudaHostUnregister(self._registered.pop())  # type: ignore[no-untyped-call]
 
     def _make(self) -> None:
         # Pageable slabs are promises: half of what is free is what the machine can surely keep.
@@ -66,7 +79,7 @@ class HostPool:
                 count = min(left, self.slab_blocks)
                 if (self.host_blocks + count) * self.image_bytes > room:
                     raise MemoryError(f"{room >> 20} MiB are half of the free RAM")
-                self._slabs.append(_allocate(self, count).numpy())
+                self._append(_allocate(self, count))
                 self.host_blocks += count
         except (MemoryError, RuntimeError) as error:
             _log.warning(
@@ -78,21 +91,74 @@ class HostPool:
         finally:
             self.made.set()
 
+    def _append(self, slab: Tensor) -> None:
+        if self.pinned:
+            try:
+                _pin(slab)
+                self._registered.append(slab.data_ptr())
+            except (RuntimeError, AssertionError) as error:  # the latter: torch without CUDA
+                self.pinned = False
+                _log.warning("can't pin host memory (RAM, not GPU memory), so swaps are slower: %s", error)
+        self._addresses.append(slab.data_ptr())
+        self._slabs.append(slab.numpy())
+
 
 def _allocate(host: HostPool, count: int) -> Tensor:
-    """A slab, `uint8[count, image_bytes]`; pageable from the first one on that can't be pinned."""
-    shape = (count, host.image_bytes)
-    if host.pinned:
-        try:
-            return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            host.pinned = False
-            _log.warning("can't pin host memory (RAM, not GPU memory), so swaps are slower: %s", error)
-    return torch.empty(shape, dtype=torch.uint8)
+    """A slab, `uint8[count, image_bytes]`, not touched yet."""
+    if not host.pinned:
+        return torch.empty((count, host.image_bytes), dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, count * host.image_bytes)
+    except OSError as error:
+        raise MemoryError(str(error)) from error
+    with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(count, host.image_bytes)
+
+
+def _pin(slab: Tensor) -> None:
+    """Page-lock a slab, without the GIL. Raises RuntimeError.
+
+    Huge pages that several threads have touched before take a tenth of cudaHostAlloc's time (0.6 s/GiB), and it is time
+    in which the driver may hold up launches.
+    """
+    driver, portable = torch.cuda.cudart(), 1  # type: ignore[no-untyped-call]
+    slab.zero_()
+    torch.cuda.check_error(driver.cudaHostRegister(slab.data_ptr(), slab.numel(), portable))
+
+
+class Link:
+    """When bytes arrive over a link of a given rate, one after the other: to imitate one slower than the machine's."""
+
+    def __init__(self, bytes_per_second: int) -> None:
+        """0: they arrive at once."""
+        self._rate, self._free = bytes_per_second, 0.0
+
+    def duration(self, size: int) -> float:
+        """Seconds that `size` bytes take."""
+        return size / self._rate if self._rate else 0.0
+
+    def arrival(self, size: int, now: float) -> float:
+        """The time at which `size` bytes that are sent now, after all those before, have arrived."""
+        self._free = max(now, self._free) + self.duration(size)
+        return self._free
+
+
+def adjacent_runs(copies: Sequence[Copy], slab_blocks: int) -> Iterator[list[Copy]]:
+    """Split copies where blocks stop being adjacent in either pool: a run moves at once."""
+    run: list[Copy] = []
+    for copy in copies:
+        if run and (copy.device != run[-1].device + 1 or copy.host != run[-1].host + 1 or copy.host % slab_blocks == 0):
+            yield run
+            run = []
+        run.append(copy)
+    yield run
 
 
 class CpuTransfer:
     """A `Transfer` with a thread for each direction. Bytes move without the GIL and without torch's threads."""
+
+    poll_interval = 0.0
 
     def __init__(
         self,
@@ -100,10 +166,12 @@ class CpuTransfer:
         host: HostPool,
         wake: Callable[[], None],
         gate: Callable[[Copy], None] | None = None,
+        bandwidth_limit: int = 0,
     ) -> None:
         """`pool` is `uint8[num_blocks, image_bytes]`. `wake` is called in a copying thread whenever copies landed.
 
-        `gate`, for tests, is called before a copy's bytes move, and may wait or raise; each copy then lands alone.
+        `bandwidth_limit` is bytes per second and direction at most; 0: none. `gate`, for tests, is called before a
+        copy's bytes move, and may wait or raise; each copy then lands alone.
         """
         self.host, self.host_blocks = host, host.host_blocks
         self._pool: _Images = pool.numpy()
@@ -111,7 +179,8 @@ class CpuTransfer:
         self._group = 1 if gate else max(1, min(GROUP_BLOCKS, GROUP_BYTES // host.image_bytes))
         self._landed: deque[Landed] = deque()
         self._last_log = float("-inf")
-        self._closing = False
+        self._closing = threading.Event()
+        self._links = {out: Link(bandwidth_limit) for out in (True, False)}
         self._queues: dict[bool, SimpleQueue[Sequence[Copy]]] = {out: SimpleQueue() for out in (True, False)}
         self._threads = [
             threading.Thread(target=self._work, args=(queue,), name=f"copy-{'out' if out else 'in'}", daemon=True)
@@ -133,7 +202,7 @@ class CpuTransfer:
 
     def close(self) -> None:
         """See `Transfer`. A run of adjacent blocks that is being moved is moved to its end."""
-        self._closing = True
+        self._closing.set()
         self.host.close()
         for queue in self._queues.values():
             queue.put([])
@@ -143,7 +212,7 @@ class CpuTransfer:
     def _work(self, queue: "SimpleQueue[Sequence[Copy]]") -> None:
         while copies := queue.get():
             for first in range(0, len(copies), self._group):
-                if self._closing:
+                if self._closing.is_set():
                     return
                 self._land(copies[first : first + self._group])
 
@@ -151,7 +220,8 @@ class CpuTransfer:
         started = time.perf_counter()
         good: list[Copy] = []
         bad: list[Copy] = []
-        for run in self._runs(copies):
+        due = self._links[copies[0].out].arrival(len(copies) * self.host.image_bytes, started)
+        for run in adjacent_runs(copies, self.host.slab_blocks):
             try:
                 stale = self._move(run)
             except Exception as error:
@@ -159,25 +229,12 @@ class CpuTransfer:
                 self._report(run, error)
             bad += stale
             good += (copy for copy in run if copy not in stale) if stale else run
+        self._closing.wait(max(0.0, due - time.perf_counter()))
         seconds = (time.perf_counter() - started) / len(copies)
         for some, ok in ((good, True), (bad, False)):
             if some:
                 self._landed.append(Landed(some, ok, seconds * len(some)))
         self._wake()
-
-    def _runs(self, copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-        """Split where blocks stop being adjacent in either pool: a run moves at once."""
-        run: list[Copy] = []
-        for copy in copies:
-            if run and (
-                copy.device != run[-1].device + 1
-                or copy.host != run[-1].host + 1
-                or copy.host % self.host.slab_blocks == 0
-            ):
-                yield run
-                run = []
-            run.append(copy)
-        yield run
 
     def _move(self, run: list[Copy]) -> list[Copy]:
         """Move a run's bytes; return copies in whose content was not what their tags say."""

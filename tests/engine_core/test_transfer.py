@@ -16,7 +16,7 @@ from torch import Tensor
 from engine_core import transfer as module
 from engine_core.null_runner import NullTransfer
 from engine_core.plan import Copy, Landed
-from engine_core.transfer import CpuTransfer, HostPool
+from engine_core.transfer import CpuTransfer, HostPool, Link
 from engine_core.waker import Waker
 from kernels.kv_format import KVShape, block_layout, kv_codecs, resolve_kv_dtype
 
@@ -33,12 +33,13 @@ class Rig:
         gate: Callable[[Copy], None] | None = None,
         slab_bytes: int = 1 << 20,
         host_blocks: int = 0,
+        limit: int = 0,
     ) -> None:
         self.pool = torch.randint(0, 256, (blocks, image), dtype=torch.uint8)
         self.host = HostPool(image, (host_blocks or blocks) * image, slab_bytes=slab_bytes)
         assert self.host.made.wait(10)
         self._woken = threading.Semaphore(0)
-        self.transfer = CpuTransfer(self.pool, self.host, self._woken.release, gate)
+        self.transfer = CpuTransfer(self.pool, self.host, self._woken.release, gate, limit)
 
     def wait(self, copies: int) -> list[Landed]:
         """Until so many copies have landed."""
@@ -106,6 +107,22 @@ def test_a_direction_lands_in_order_and_a_large_batch_in_groups(make_rig: Callab
     assert copies_of(landed) == copies
     assert [len(group.copies) for group in landed] == [32, 32, 32, 4]
     assert all(group.seconds > 0 for group in landed)
+
+
+def test_a_slower_link_makes_copies_land_later(make_rig: Callable[..., Rig]) -> None:
+    """40 blocks of 64 KiB at 20 MB/s: groups of 32 and 8 land after 105 and 131 ms, each way by itself."""
+    rig = make_rig(image=64 << 10, limit=20_000_000)
+    started = time.monotonic()
+    landed = rig.run([out(n, n) for n in range(40)])
+    assert 0.131 <= time.monotonic() - started
+    assert [group.seconds for group in landed] == pytest.approx([0.105, 0.026], rel=0.1, abs=0.02)
+    assert rig.run([back(50, 0, 100)])[0].seconds < 0.02
+
+
+def test_a_link_carries_one_thing_after_the_other() -> None:
+    link = Link(1000)
+    assert [link.arrival(*sent) for sent in ((500, 10.0), (500, 10.2), (1000, 20.0))] == [10.5, 11.0, 21.0]
+    assert Link(0).arrival(1 << 30, 3.0) == 3.0
 
 
 def test_groups_of_large_images_are_small(make_rig: Callable[..., Rig]) -> None:
