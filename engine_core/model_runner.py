@@ -12,6 +12,7 @@ from engine_core.kv_store import KVStore
 from engine_core.memory import MemoryPlan, open_model, plan_memory
 from engine_core.model.decoder import Decoder
 from engine_core.plan import Row, StepPlan, StepResult
+from engine_core.runner import Transfer
 from engine_core.sampler import Sampler
 from engine_core.transfer import CpuTransfer, HostPool
 from protocol.config import EngineConfig
@@ -68,7 +69,7 @@ class ModelRunner:
                 result.prompt_logprobs[row.request_id] = self._prompt_logprobs(row, hidden[end - len(row.tokens) : end])
         return FinishedStep(result)
 
-    def open_transfer(self, budget: int, wake: Callable[[], None]) -> CpuTransfer:
+    def open_transfer(self, budget: int, wake: Callable[[], None]) -> Transfer:
         """The host pool of at most `budget` bytes, which is made while requests already run, and the copies."""
         return CpuTransfer(self.store.pool, HostPool(self.store.layout.image_bytes, budget), wake)
 
