@@ -114,7 +114,7 @@ def test_a_slower_link_makes_copies_land_later(make_rig: Callable[..., Rig]) -> 
     rig = make_rig(image=64 << 10, limit=20_000_000)
     started = time.monotonic()
     landed = rig.run([out(n, n) for n in range(40)])
-    assert 0.131 <= time.monotonic() - started
+    assert time.monotonic() - started >= 0.131
     assert [group.seconds for group in landed] == pytest.approx([0.105, 0.026], rel=0.1, abs=0.02)
     assert rig.run([back(50, 0, 100)])[0].seconds < 0.02
 
