@@ -15,7 +15,9 @@ class SwapPolicy:
 
     preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
     max_pause: float = 0.5  # a request silent for longer may displace others
-    min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again, at least 1
+    min_tokens: int = (
+        16  # what a request that was preempted gets done before it is chosen again; a quarter if it's slow
+    )
     min_interval: float = 0.25  # between two preemptions of a request
     overcommit: float = 3.0  # newcomers displace others only while all that was let in needs at most so many pools
     in_transit: float = 0.25  # share of the pool that may be moving for the sake of turns
@@ -63,9 +65,10 @@ def resume_key(request: Request, policy: SwapPolicy, now: float) -> tuple[int, i
 
 def is_protected(request: Request, policy: SwapPolicy, now: float) -> bool:
     """Whether a running request has not yet had its share: it came in lately, and has done too little."""
+    done = request.reached - request.mark
     is_fresh = bool(request.swaps or request.recomputes) or not request.output
-    has_done_little = is_fresh and request.reached - request.mark < policy.min_tokens
-    return has_done_little or now - request.paused_at < policy.min_interval
+    has_had_time = done >= max(1, policy.min_tokens // 4) and now - request.came_in >= policy.max_pause
+    return (is_fresh and done < policy.min_tokens and not has_had_time) or now - request.paused_at < policy.min_interval
 
 
 def victims_for(

@@ -4,7 +4,8 @@ import pytest
 
 from engine_core.request import NOWHERE, Motion, Request, State
 from engine_core.scheduler import Scheduler
-from engine_core.swap import Rates, SwapPolicy
+from engine_core.swap import Rates, SwapPolicy, is_protected
+from protocol.messages import SamplingParams
 
 from .fake_engine import FakeEngine, expected_output, make_scheduler
 
@@ -247,10 +248,14 @@ def test_max_pause_bounds_everybodys_silence_by_taking_turns() -> None:
 
 
 def test_a_victim_gets_something_done_before_it_is_chosen_again() -> None:
-    engine, _ = run_rotation(SwapPolicy("swap", max_pause=0.001, min_tokens=8, min_interval=0.0))
-    most = max(row.request_id for plan in engine.plans for row in plan.decodes)
-    swaps = engine.scheduler.counts.swapped
-    assert swaps <= 4 * (1 + 47 // 8), f"{swaps} swaps of 4 requests with 47 tokens each, {most}"
+    engine, _ = run_rotation(SwapPolicy("swap", max_pause=0.001, min_tokens=16, min_interval=0.0))
+    assert engine.scheduler.counts.swapped <= 4 * (1 + 47 // 4)
+
+    policy = SwapPolicy(max_pause=0.5, min_tokens=16, min_interval=0.0)
+    request = Request(1, [1] * 100, SamplingParams(), 10, 0.0, swaps=1, output=[1], came_in=10.0, mark=50)
+    for done, seconds, is_safe in ((0, 9.0, True), (3, 9.0, True), (4, 0.4, True), (4, 0.5, False), (16, 0.0, False)):
+        request.reached = request.mark + done
+        assert is_protected(request, policy, 10.0 + seconds) is is_safe, (done, seconds)
 
 
 def test_swaps_of_one_request_are_bounded_in_time() -> None:
