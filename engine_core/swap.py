@@ -16,7 +16,7 @@ class SwapPolicy:
     preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
     max_pause: float = 0.5  # a request silent for longer may displace others
     min_tokens: int = (
-        16  # what a request that was preempted gets done before it is chosen again; a quarter if it's slow
+        16  # what a request that was preempted gets done before it is chosen again; a quarter if slow
     )
     min_interval: float = 0.25  # between two preemptions of a request
     overcommit: float = 3.0  # newcomers displace others only while all that was let in needs at most so many pools
