@@ -83,9 +83,9 @@ class CudaRunner:
         self.num_blocks = num_blocks
         self._forward = CudaForward(self.decoder, self.layout, self.pool, self._inputs, self.max_context)
 
-    def open_transfer(self, budget: int, wake: Callable[[], None]) -> Transfer:
+    def open_transfer(self, budget: int, wake: Callable[[], None], bandwidth_limit: int) -> Transfer:
         """See `LoadedRunner`."""
-        return CudaTransfer(self.pool, HostPool(self.block_bytes, budget, pinned=True))
+        return CudaTransfer(self.pool, HostPool(self.block_bytes, budget, pinned=True), bandwidth_limit=bandwidth_limit)
 
     @property
     def memory(self) -> dict[str, int]:

@@ -32,7 +32,9 @@ def load(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
     waker = Waker()
     runner = _load_runner(config, progress)
     budget = config.offload_budget
-    transfer = runner.open_transfer(budget, waker.set) if budget >= runner.block_bytes else None
+    transfer: Transfer | None = None
+    if budget >= runner.block_bytes:
+        transfer = runner.open_transfer(budget, waker.set, config.copy_bandwidth_limit)
     capacity = Capacity(
         num_blocks=runner.num_blocks,
         block_size=config.block_size,

@@ -69,9 +69,9 @@ class ModelRunner:
                 result.prompt_logprobs[row.request_id] = self._prompt_logprobs(row, hidden[end - len(row.tokens) : end])
         return FinishedStep(result)
 
-    def open_transfer(self, budget: int, wake: Callable[[], None]) -> Transfer:
+    def open_transfer(self, budget: int, wake: Callable[[], None], bandwidth_limit: int) -> Transfer:
         """The host pool of at most `budget` bytes, which is made while requests already run, and the copies."""
-        return CpuTransfer(self.store.pool, HostPool(self.store.layout.image_bytes, budget), wake)
+        return CpuTransfer(self.store.pool, HostPool(self.block_bytes, budget), wake, bandwidth_limit=bandwidth_limit)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:

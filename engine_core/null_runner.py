@@ -26,7 +26,7 @@ class NullRunner:
         self.summary = f"no model, {self.num_blocks} blocks that hold nothing"
         self._result = StepResult([])
 
-    def open_transfer(self, budget: int, wake: Callable[[], None]) -> "NullTransfer":
+    def open_transfer(self, budget: int, wake: Callable[[], None], bandwidth_limit: int) -> "NullTransfer":
         """See `LoadedRunner`."""
         return NullTransfer(min(budget, DEFAULT_BLOCKS), wake)
 

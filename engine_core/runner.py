@@ -73,6 +73,9 @@ class LoadedRunner(Runner, Protocol):
         """For the start-up line."""
         ...
 
-    def open_transfer(self, budget: int, wake: Callable[[], None]) -> Transfer:
-        """Make a host pool of at most `budget` bytes in the background, and what copies; it calls `wake` at ends."""
+    def open_transfer(self, budget: int, wake: Callable[[], None], bandwidth_limit: int) -> Transfer:
+        """Make a host pool of at most `budget` bytes in the background, and what copies; it calls `wake` at ends.
+
+        `bandwidth_limit` is in bytes per second and direction, 0 for none.
+        """
         ...

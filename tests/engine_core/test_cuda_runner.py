@@ -134,7 +134,7 @@ class Drive:
         capacity = Capacity(runner.num_blocks, 16, runner.max_context, 8, 32, block_bytes=runner.block_bytes)
         self.scheduler = Scheduler(capacity, [], policy)
         self.runner, self.overlap = runner, overlap
-        self.transfer = runner.open_transfer(host_mb << 20, lambda: None)
+        self.transfer = runner.open_transfer(host_mb << 20, lambda: None, 0)
         self._in_flight: tuple[StepPlan, Any] | None = None
 
     def add(self, prompt: list[int], max_tokens: int, **sampling: Any) -> Request:
