@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGES = ("protocol", "kernels", "engine_core", "frontend")
 FILE_LINES = 400
 FUNCTION_LINES = 60
-TOTAL_CODE_LINES = 10_000
+TOTAL_CODE_LINES = 12_000
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
