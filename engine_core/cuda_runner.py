@@ -64,7 +64,7 @@ class CudaRunner:
         self.eos_token_ids = list(decoder.config.eos_token_ids)
         self.kv_cache_dtype, self.block_bytes = memory.kv.name, memory.kv.block_bytes
         self.layout, self.decoder = model.kv_layout, decoder
-        device, rows = decoder.embedding.device, config.max_running
+        device, rows, self._block_size = decoder.embedding.device, config.max_running, config.block_size
         blocks = -(-memory.max_context // config.block_size)
         self._inputs = StepInputs(rows, rows + config.prefill_chunk_tokens, blocks, config.block_size, device)
         self._sampler = CudaSampler(self.vocab_size, decoder.dtype, self._inputs, self.eos_token_ids)
@@ -72,7 +72,8 @@ class CudaRunner:
         self._results = [torch.zeros(rows, dtype=torch.int64, pin_memory=True) for _ in range(_RESULTS)]
         self._step = 0
         self._graphs: dict[int, DecodeGraph] = {}
-        self.use_pool(1 + config.prefill_chunk_tokens // config.block_size)
+        self._chunk = min(config.prefill_chunk_tokens, memory.max_context)
+        self.use_pool(1 + self._chunk // config.block_size)
 
     def use_pool(self, num_blocks: int) -> None:
         """Allocate a pool in place of the one before it; its graphs are gone."""
@@ -150,14 +151,14 @@ class CudaRunner:
             at += len(row.tokens)
 
     @torch.inference_mode()
-    def warm_up(self, chunk: int) -> int:
+    def warm_up(self) -> int:
         """Run the largest step there can be; the most bytes that it took beside weights and pool."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         sampling = SamplingParams()
         decodes = [Row(-1 - n, [0], 0, [0], True, sampling, 0) for n in range(self._inputs.max_rows - 1)]
-        blocks = list(range(self.num_blocks))
-        prefill = Row(-self._inputs.max_rows, [0] * chunk, 0, blocks, True, sampling, 0)
+        blocks = list(range(-(-self._chunk // self._block_size)))
+        prefill = Row(-self._inputs.max_rows, [0] * self._chunk, 0, blocks, True, sampling, 0)
         self.launch(StepPlan(0, decodes, [prefill])).tokens()
         return torch.cuda.max_memory_allocated() - before
 
@@ -205,7 +206,7 @@ def load_cuda_runner(config: EngineConfig, progress: Callable[[int, int], None])
     with torch.inference_mode():
         decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
     runner = CudaRunner(decoder, model, config, memory)
-    workspace = runner.warm_up(config.prefill_chunk_tokens)
+    workspace = runner.warm_up()
     runner.memory_plan = _fit(runner, config, memory, workspace)
     runner.use_pool(runner.memory_plan.kv.num_blocks)
     runner.capture()
