@@ -72,13 +72,14 @@ def _serve(config: EngineConfig, directory: Path) -> int:
 
         engine = load(config, _print_progress)
         model = ModelInfo(
-            name=config.served_model_name or Path(config.model).stem,
+            name=config.name_for_clients(Path(config.model).stem),
             path=config.model,
             vocab_size=engine.vocab_size,
             max_context=engine.capacity.max_context,
             created=int(time.time()),
             eos_token_ids=list(engine.eos_token_ids),
             kv_cache_dtype=engine.kv_cache_dtype,
+            is_dummy=config.load_format == "dummy",
         )
         limits = Limits(config.max_waiting_requests, config.max_waiting_tokens)
         policy = SwapPolicy(config.preemption, config.max_pause, swap_every=config.swap_every)

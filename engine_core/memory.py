@@ -13,6 +13,7 @@ from torch import Tensor
 from engine_core.device import compute_dtype, free_memory, open_device
 from engine_core.kv_store import outlier_layers, parse_layers
 from engine_core.model.config import ModelConfig, from_gguf, load_model_config
+from engine_core.model.dummy import DummyWeights
 from engine_core.model.gguf_file import GGUFFile
 from engine_core.model.quantized import Form, LinearMaker, resolve_weights
 from engine_core.model.weights import Weights, check_shapes, expected_shapes
@@ -130,9 +131,11 @@ def open_model(config: EngineConfig, device: torch.device, memory: tuple[int, in
     dtype = compute_dtype(config.dtype, device)
     weights: Weights | None = None
     divisors, tokens = None, 0
-    if path.is_dir():
+    if path.is_dir() or config.load_format == "dummy":
         model = load_model_config(path)
-        if any(path.glob("*.safetensors*")):
+        if config.load_format == "dummy":
+            weights = DummyWeights(model, device, dtype)
+        elif any(path.glob("*.safetensors*")):
             weights = SafetensorsWeights(path, model)
         tokens = _tokenizer_size(path / "tokenizer.json")
     else:
@@ -200,7 +203,7 @@ def describe_plan(config: EngineConfig, request_tokens: int = 0) -> dict[str, An
     plan = plan_memory(model, config)
     tokens = request_tokens or plan.max_context
     return {
-        "model": config.served_model_name or Path(config.model).stem,
+        "model": config.name_for_clients(Path(config.model).stem),
         "total_bytes": plan.total,
         "free_at_start_bytes": plan.free,
         "weights_bytes": plan.weights,

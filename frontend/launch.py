@@ -101,7 +101,7 @@ def resolve_config(config: EngineConfig) -> EngineConfig:
     """The configuration with MODEL's name made a path, pulled first if need be. Raises StartupError."""
     with Bar(f"downloading {config.model}") as bar:
         path = resolve_model(config.model, bar.update)
-    name = config.served_model_name or served_name(config.model)
+    name = config.name_for_clients(served_name(config.model))
     return msgspec.structs.replace(config, model=str(path), served_model_name=name)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from frontend.models import DEFAULT_MODEL
-from protocol.config import DEVICES, DTYPES, PREEMPTIONS, WEIGHTS, EngineConfig
+from protocol.config import DEVICES, DTYPES, LOAD_FORMATS, PREEMPTIONS, WEIGHTS, EngineConfig
 from protocol.messages import SamplingParams
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -46,6 +46,9 @@ MODEL_HELP = (
 _ENGINE = {"rich_help_panel": "Engine"}
 _CACHE: dict[str, Any] = {"rich_help_panel": "KV cache"}
 _SWAP: dict[str, Any] = {"rich_help_panel": "Swap"}
+_LOAD_FORMAT = typer.Option(
+    metavar=_of(LOAD_FORMATS), help="dummy: random weights from config.json alone, to measure speed.", **_ENGINE
+)
 _KV_CACHE_DTYPE = typer.Option(
     help="Format of the KV cache: auto (the compute dtype), int8, fp8_e4m3, fp8_e5m2, fp8_per_token_head.", **_CACHE
 )
@@ -65,6 +68,12 @@ _PREEMPTION = typer.Option(
 _MAX_PAUSE = typer.Option(
     help="Seconds that a request may stay paused before it is the next to run again, as a target.", **_SWAP
 )
+_COPY_BANDWIDTH_LIMIT = typer.Option(
+    parser=parse_size,
+    metavar="SIZE",
+    help="Bytes/s of copies out, and of copies in, at most: to imitate a slower link; 0: no limit.",
+    **_SWAP,
+)
 _RECORD = typer.Option(
     metavar="FILE", help="Write all that the scheduler is told to FILE, for tools/replay.py.", **_SWAP
 )
@@ -81,6 +90,7 @@ def engine_config(
     weights: Annotated[
         str, typer.Option(metavar=_of(WEIGHTS), help="How linear weights are kept in memory.", **_ENGINE)
     ] = "auto",
+    load_format: Annotated[str, _LOAD_FORMAT] = "auto",
     max_running: Annotated[int, typer.Option(help="Requests in one step at most.", **_ENGINE)] = _DEFAULTS.max_running,
     prefill_chunk_tokens: Annotated[
         int, typer.Option(help="Prompt tokens in one step at most.", **_ENGINE)
@@ -114,6 +124,7 @@ def engine_config(
     ] = _DEFAULTS.max_cpu_offload_mb,
     preemption: Annotated[str, _PREEMPTION] = "auto",
     max_pause: Annotated[float, _MAX_PAUSE] = _DEFAULTS.max_pause,
+    copy_bandwidth_limit: Annotated[int, _COPY_BANDWIDTH_LIMIT] = 0,
     record: Annotated[str, _RECORD] = "",
     swap_every: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> EngineConfig:

@@ -13,8 +13,9 @@ from typing import Any
 import zmq
 
 from frontend.detokenizer import DetokenizerService
+from frontend.text_model import TextModel
 from frontend.tokenizer import TokenizerService
-from frontend.vocab import load_text_model
+from frontend.vocab import dummy_text_model, load_text_model
 from protocol.channels import PING_INTERVAL, Link, Peer, Server, new_identity
 from protocol.errors import ErrorCode, StartupError
 from protocol.lifeline import hold_lifeline
@@ -24,6 +25,7 @@ from protocol.messages import (
     Accepted,
     Detokenize,
     Hello,
+    ModelInfo,
     Paused,
     Rejected,
     Role,
@@ -126,7 +128,7 @@ class TokenizerProcess(Service):
     def run(self) -> int:
         """Load the model's tokenizer and serve."""
         welcome = self.welcome()
-        self._service = TokenizerService(load_text_model(welcome.model.path))
+        self._service = TokenizerService(text_model_of(welcome.model))
         return self.serve(welcome)
 
     def from_frontend(self, peer: Peer, message: Any) -> None:
@@ -157,7 +159,7 @@ class DetokenizerProcess(Service):
     def run(self) -> int:
         """Load the model's vocabulary and serve."""
         welcome = self.welcome()
-        self._service = DetokenizerService(load_text_model(welcome.model.path), welcome.model.eos_token_ids)
+        self._service = DetokenizerService(text_model_of(welcome.model), welcome.model.eos_token_ids)
         return self.serve(welcome)
 
     def frontend_gone(self, peer: Peer) -> None:
@@ -175,6 +177,11 @@ class DetokenizerProcess(Service):
                 self.abort(self._service.frontend_gone(frontend))
             else:
                 self.server.send(peer, TextDeltas(deltas))
+
+
+def text_model_of(model: ModelInfo) -> TextModel:
+    """The text side of what the core has loaded. Raises StartupError."""
+    return dummy_text_model(model.vocab_size) if model.is_dummy else load_text_model(model.path)
 
 
 def run_tokenizer(directory: Path) -> int:

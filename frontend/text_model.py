@@ -121,6 +121,17 @@ class TextModel:
             raise InvalidRequest("the text is not valid Unicode: it holds a lone surrogate", param) from error
 
 
+NO_TEXT = "dummy weights: token ids only"
+
+
+class NoText(TextModel):
+    """Of a model with random weights: there is no text to make tokens from."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raise InvalidRequest."""
+        raise InvalidRequest(NO_TEXT, "prompt")
+
+
 def check_length(count: int, what: str, param: str) -> None:
     """Raise PagetideError for more than any context holds, which would take long and fit into no message."""
     if count > MAX_PROMPT:

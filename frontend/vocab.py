@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from frontend.text_model import TextModel
+from frontend.text_model import NO_TEXT, NoText, TextModel
 from frontend.vocab_bytes import SPACE, byte_level_bytes, sentencepiece_bytes
 from frontend.vocab_gguf import load_gguf
 from protocol.errors import StartupError
@@ -23,6 +24,17 @@ def load_text_model(path: str | Path) -> TextModel:
     if not path.is_file():
         raise StartupError(f"{path}: no such file or folder")
     return load_gguf(path)
+
+
+def dummy_text_model(vocab_size: int) -> TextModel:
+    """The text side of a model without text: token 7 is ` w7`. Text and chats are refused."""
+    refusal = "{{ raise_exception('" + NO_TEXT + "') }}"
+    return NoText(
+        tokenizer=Tokenizer(WordLevel({}, unk_token="")),
+        token_bytes=[b" w%d" % token for token in range(vocab_size)],
+        special_ids=frozenset(),
+        chat_templates={"default": refusal},
+    )
 
 
 def _load_folder(folder: Path) -> TextModel:

@@ -8,6 +8,7 @@ DEVICES = ("cpu", "cuda", "null")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 PREEMPTIONS = ("auto", "swap", "recompute")
 WEIGHTS = ("auto", "dense", "int8", "int4")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -19,6 +20,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     device: str = "cpu"  # "null" runs no model: benchmarks of everything else
     dtype: str = "auto"  # compute dtype
     weights: str = "auto"  # how linear weights are kept: dense (compute dtype), int8, int4 where the file has 4 bits
+    load_format: str = "auto"  # "dummy": random weights of the shapes in config.json, to measure speed
     kv_cache_dtype: str = "auto"
     kv_16bit_layers: str = "auto"  # where 8-bit formats keep K in 16 bits: auto (by outliers), none, or as in "0,27"
     block_size: int = 16  # tokens per KV block
@@ -37,6 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     max_cpu_offload_mb: int = 2048  # MiB of host memory for the KV of swapped requests at most; 0: recompute only
     preemption: str = "auto"  # how a request makes room: swap, recompute, or what costs less
     max_pause: float = 0.5  # seconds that one request stays swapped out while others run, as a target
+    copy_bandwidth_limit: int = 0  # bytes/s of swap copies per direction, to imitate a slower link; 0: no limit
     record: str = ""  # file to write the scheduler's inputs to, for tools/replay.py
     swap_every: int = 0  # swap a request out at every n-th step though there is room: for tests and measurements
 
@@ -45,6 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("--device", self.device, DEVICES),
             ("--dtype", self.dtype, DTYPES),
             ("--weights", self.weights, WEIGHTS),
+            ("--load-format", self.load_format, LOAD_FORMATS),
             ("--preemption", self.preemption, PREEMPTIONS),
         ):
             if choice not in allowed:
@@ -60,6 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("--max-waiting-tokens", self.max_waiting_tokens, 1, 1 << 31),
             ("--threads", self.threads, 0, 1024),
             ("--max-cpu-offload-mb", self.max_cpu_offload_mb, 0, 1 << 24),
+            ("--copy-bandwidth-limit", self.copy_bandwidth_limit, 0, 1 << 50),
             ("--swap-every", self.swap_every, 0, 1 << 31),
         ):
             if not low <= value <= high:
@@ -70,6 +75,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             )
         if not 0 < self.max_pause <= 3600:
             raise StartupError(f"--max-pause {self.max_pause} is out of range: more than 0, at most 3600 seconds")
+
+    def name_for_clients(self, default: str) -> str:
+        """The served model name, or else `default`; dummy weights always show in it."""
+        name = self.served_model_name or default
+        return f"{name.removesuffix('-dummy')}-dummy" if self.load_format == "dummy" else name
 
     @property
     def offload_budget(self) -> int:

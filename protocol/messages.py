@@ -71,6 +71,7 @@ class ModelInfo(Part, frozen=True):
     created: int  # unix seconds
     eos_token_ids: list[int]
     kv_cache_dtype: str = ""  # the format that KV is stored in
+    is_dummy: bool = False  # random weights: there is no text, only token ids
 
 
 class Limits(Part, frozen=True):

@@ -171,7 +171,7 @@ class Api:
         reason = self._client.health()
         if reason is not None:
             raise PagetideError(ErrorCode.ENGINE_UNAVAILABLE, reason)
-        return _json({"status": "ok"})
+        return _json({"status": "ok"} | ({"weights": "dummy"} if self._client.model.is_dummy else {}))
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: Prometheus's text format."""

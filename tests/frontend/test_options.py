@@ -85,7 +85,8 @@ def test_every_engine_option_reaches_the_configuration() -> None:
         "first m.gguf --host there --kv-cache-dtype fp16 --block-size 32 --max-cache 4096 --prefill-chunk-tokens 256 "
         "--no-prefix-cache --num-blocks 99 --gpu-memory 4GiB --max-running 8 --dtype bf16 --weights int8 --device cuda "
         "--threads 2 --served-model-name a --served-model-name b --no-cpu-offload --max-cpu-offload-mb 7 "
-        "--preemption swap --max-pause 0.25 --record r.jsonl --swap-every 3"
+        "--preemption swap --max-pause 0.25 --record r.jsonl --swap-every 3 "
+        "--copy-bandwidth-limit 6GB --load-format dummy"
     )
     expected = EngineConfig(
         model="m.gguf",
@@ -99,6 +100,8 @@ def test_every_engine_option_reaches_the_configuration() -> None:
         max_cache=4096,
         num_blocks=99,
         gpu_memory=4 << 30,
+        copy_bandwidth_limit=6_000_000_000,
+        load_format="dummy",
         max_running=8,
         prefill_chunk_tokens=256,
         prefix_cache=False,
@@ -158,3 +161,12 @@ def test_sampling_options() -> None:
 def test_a_seed_is_drawn_if_none_is_given() -> None:
     seeds = {options.sampling_params().seed for _ in range(4)}
     assert len(seeds) == 4
+
+
+@pytest.mark.parametrize(
+    ("served", "load_format", "name"),
+    [("", "auto", "tiny"), ("", "dummy", "tiny-dummy"), ("a", "dummy", "a-dummy"), ("a-dummy", "dummy", "a-dummy")],
+)
+def test_dummy_weights_show_in_the_name(served: str, load_format: str, name: str) -> None:
+    config = EngineConfig(model="m", served_model_name=served, load_format=load_format)
+    assert config.name_for_clients("tiny") == name

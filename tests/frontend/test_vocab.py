@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from frontend.vocab import load_text_model
-from protocol.errors import StartupError
+from frontend.chat import ChatRenderer
+from frontend.incremental import decode
+from frontend.vocab import dummy_text_model, load_text_model
+from protocol.errors import InvalidRequest, StartupError
+from protocol.messages import ChatPrompt
 
 
 def test_folder_equals_the_gguf_of_the_same_vocabulary(
@@ -115,3 +118,15 @@ def test_missing_decoder_is_a_load_error(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(StartupError, match="decoder"):
         load_text_model(tmp_path)
+
+
+def test_a_model_without_text() -> None:
+    model = dummy_text_model(300)
+    assert model.vocab_size == 300
+    assert decode(model, [7, 299, 0]) == " w7 w299 w0"
+    with pytest.raises(InvalidRequest, match="dummy weights: token ids only"):
+        model.encode("hello")
+    with pytest.raises(InvalidRequest, match="dummy weights: token ids only"):
+        ChatRenderer(model.chat_templates, model.template_tokens).render(
+            ChatPrompt([{"role": "user", "content": "hello"}]), model.hide_special_tokens
+        )
