@@ -43,7 +43,7 @@ _DEFAULTS = EngineConfig(model="")
 MODEL_HELP = (
     "A listed name (see `pagetide pull --list`), a GGUF file, a checkpoint folder, or a Hugging Face owner/repo."
 )
-_ENGINE = {"rich_help_panel": "Engine"}
+_ENGINE: dict[str, Any] = {"rich_help_panel": "Engine"}
 _CACHE: dict[str, Any] = {"rich_help_panel": "KV cache"}
 _SWAP: dict[str, Any] = {"rich_help_panel": "Swap"}
 _LOAD_FORMAT = typer.Option(
