@@ -41,13 +41,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"sliding_window": 24}),
     "gemma3": ("Gemma3", {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}),
 }
-ERROR = {
-    "auto": 0.05,
-    "int8": 0.15,
-    "fp8_e4m3": 0.5,
-    "fp8_e5m2": 1.0,
-    "fp8_per_token_head": 0.4,
-}  # of a log-probability
 _ids = itertools.count(1)
 
 
@@ -88,43 +81,65 @@ def make_runner(folder: Path, **changes: Any) -> Any:
     return load_cuda_runner(config, lambda done, total: None)
 
 
-@pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize("kv", ERROR)
-def test_log_probabilities_match(oracle: Callable[[str], tuple[Path, Any]], case: str, kv: str) -> None:
-    """Chunked prefills, decode rows beside them, decode graphs with idle rows."""
-    folder, model = oracle(case)
-    runner = make_runner(folder, kv_cache_dtype=kv)
-    known = {0: [(7 * n + 3) % 512 for n in range(41)], 1: [(11 * n + 5) % 512 for n in range(53)]}
-    blocks = {0: list(range(16)), 1: list(range(63, 47, -1))}
-    computed = {0: 0, 1: 0}
-    worst = 0.0
+class Script:
+    """Two requests whose tokens are given: chunked prefills, decode rows beside them, decode graphs with idle rows."""
 
-    def row(request: int, count: int) -> Row:
-        start, ids = computed[request], known[request]
-        params = SamplingParams(temperature=0.0, logprobs=5)
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.known = {0: [(7 * n + 3) % 512 for n in range(41)], 1: [(11 * n + 5) % 512 for n in range(53)]}
+        self.blocks = {0: list(range(16)), 1: list(range(63, 47, -1))}
+        self.computed = {0: 0, 1: 0}
+        self.found: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []  # known tokens, best ids, log-probabilities
+
+    def run(self) -> "Script":
+        self._step({}, {0: 25})
+        self._step({}, {0: 16, 1: 16})
+        for _ in range(3):
+            self._step({0: 1}, {1: 11})
+        self._step({0: 1}, {1: 4})
+        for _ in range(20):
+            self._step({0: 1, 1: 1}, {})
+        return self
+
+    def _row(self, request: int, count: int) -> Row:
+        start, ids = self.computed[request], self.known[request]
         samples = start + count == len(ids)
-        return Row(request, ids[start : start + count], start, blocks[request], samples, params, 0, ids, [])
+        params = SamplingParams(temperature=0.0, logprobs=5)
+        return Row(request, ids[start : start + count], start, self.blocks[request], samples, params, 0, ids, [])
 
-    def step(decodes: dict[int, int], prefills: dict[int, int]) -> None:
-        nonlocal worst
-        plan = StepPlan(0, [row(r, n) for r, n in decodes.items()], [row(r, n) for r, n in prefills.items()])
-        result = runner.launch(plan).tokens()
-        for request, entry in result.logprobs.items():
-            expected = log_probs(model, known[request])
-            top = torch.frombuffer(bytearray(entry.top_ids), dtype=torch.int32).long()
-            worst = max(worst, (torch.tensor(entry.top_logprobs) - expected[top]).abs().max().item())
-            known[request].append((3 * len(known[request])) % 512)
+    def _step(self, decodes: dict[int, int], prefills: dict[int, int]) -> None:
+        rows = [[self._row(request, count) for request, count in part.items()] for part in (decodes, prefills)]
+        for request, entry in sorted(self.runner.launch(StepPlan(0, *rows)).tokens().logprobs.items()):
+            ids = torch.frombuffer(bytearray(entry.top_ids), dtype=torch.int32).long()
+            self.found.append((list(self.known[request]), ids, torch.tensor(entry.top_logprobs)))
+            self.known[request].append((3 * len(self.known[request])) % 512)
         for request, count in (decodes | prefills).items():
-            computed[request] += count
+            self.computed[request] += count
 
-    step({}, {0: 25})
-    step({}, {0: 16, 1: 16})
-    for _ in range(3):
-        step({0: 1}, {1: 11})
-    step({0: 1}, {1: 4})
-    for _ in range(20):
-        step({0: 1, 1: 1}, {})
-    assert worst < ERROR[kv], f"{case} {kv}: {worst}"
+
+@pytest.mark.parametrize("case", MODELS)
+def test_log_probabilities_match_transformers(oracle: Callable[[str], tuple[Path, Any]], case: str) -> None:
+    folder, model = oracle(case)
+    script = Script(make_runner(folder)).run()
+    assert len(script.found) == 46
+    for ids, best, found in script.found:
+        assert (found - log_probs(model, ids)[best]).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"])
+@pytest.mark.parametrize("wide", ["none", "1"])
+def test_8_bit_kv_matches_the_cpu(oracle: Callable[[str], tuple[Path, Any]], kv: str, wide: str) -> None:
+    """The same format in float32 on the CPU: what differs is rounding, which now and then moves a stored code."""
+    from engine_core.model_runner import load_runner
+
+    folder, _ = oracle("qwen2")
+    options = {"kv_cache_dtype": kv, "kv_16bit_layers": wide}
+    sizes = {"num_blocks": 64, "max_cache": 256}
+    cpu = EngineConfig(model=str(folder), dtype="fp32", weights="dense", **sizes, **options)  # type: ignore[arg-type]
+    ours, theirs = (Script(runner).run().found for runner in (make_runner(folder, **options), load_runner(cpu)))
+    differences = [(a[2] - b[2]).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
+    assert sorted(differences)[len(differences) // 2] < 0.05, sorted(differences)
+    assert max(differences) < 0.3, sorted(differences)
 
 
 class Drive:
