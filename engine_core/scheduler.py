@@ -70,9 +70,15 @@ class Outcome:
 class Scheduler:
     """All requests of the engine: who waits, and what those that are in compute next."""
 
-    def __init__(self, capacity: Capacity, eos_token_ids: Sequence[int], policy: SwapPolicy | None = None) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        eos_token_ids: Sequence[int],
+        policy: SwapPolicy | None = None,
+        residency: type[Residency] = Residency,
+    ) -> None:
         self.capacity, self.policy = capacity, policy or SwapPolicy()
-        self.residency = Residency(capacity.num_blocks, capacity.block_size, capacity.prefix_cache, self.policy)
+        self.residency = residency(capacity.num_blocks, capacity.block_size, capacity.prefix_cache, self.policy)
         self.pool, self.index = self.residency.pool, self.residency.index
         self.running, self.paused = self.residency.running, self.residency.paused
         self.counts, self.rates, self.pauses = self.residency.counts, self.residency.rates, self.residency.pauses
@@ -146,14 +152,20 @@ class Scheduler:
     def _let_in(self) -> None:
         """Bring in who has a place, in order; begin to make room for those who may ask for it."""
         promised = 0  # places that those before in order are waiting for
+        refused: int | None = None  # the priority of one that asked for room in vain: nobody makes room behind its back
         paused = [request for request in self.paused if request.state is not State.SWAPPING_OUT]
         newcomers = self.waiting[: self.capacity.max_running]
         for request in heapq.merge(sorted(paused, key=self._turn), newcomers, key=self._turn):
-            rank = self._turn(request)[1]
-            if rank == RESTING and self.running and not self._has_place(promised + 1):
+            priority, rank, _ = self._turn(request)
+            is_behind = priority == refused and rank < NEWCOMER
+            if (is_behind or rank == RESTING) and self.running and not self._has_place(promised + 1):
+                continue
+            if request.state is State.WAITING and self._is_busy(request):
+                if rank == NEWCOMER:
+                    return
                 continue
             found, needed = self._needs(request, promised)
-            if not self._has_place(needed):
+            if not self._has_place(needed) and not is_behind:
                 self._make_room(request, needed)
                 found, needed = self._needs(request, promised)  # what was found may have been given up
             if self._has_place(needed):
@@ -165,12 +177,22 @@ class Scheduler:
                 return
             elif request.is_promised:
                 promised = needed
+            else:
+                refused = priority
 
     def _needs(self, request: Request, promised: int) -> tuple[list[Block], int]:
         """The blocks of a request that needn't be computed, and how many places it needs beside `promised` ones."""
         found = self.residency.surviving_blocks(request)
         blocks = self.residency.block_count(request.known) - len(found)
         return found, blocks + self.pool.places_for(found) + promised
+
+    def _is_busy(self, request: Request) -> bool:
+        """Whether those that are in fill this step's prefill budget and the next: `request` would only hold blocks.
+
+        The next, too, so that blocks of a known prefix have time to arrive from the host pool.
+        """
+        ahead = [r for r in self.running if r.state is not State.DECODE and r.priority <= request.priority]
+        return sum(other.known - other.computed for other in ahead) >= 2 * self.capacity.prefill_chunk_tokens
 
     def _has_place(self, needed: int) -> bool:
         """Whether one more may run, with `needed` places.
@@ -203,9 +225,10 @@ class Scheduler:
             return False
         if request.cached_tokens >= 0:
             return request.is_promised or is_overdue(request, self.policy, self.now)
-        let_in = sum(len(other.table) for other in self.running)
-        let_in += sum(self.residency.block_count(other.known) for other in (*self.paused, request))
-        if let_in > self.policy.overcommit * self.capacity.num_blocks:
+        wanted = sum(len(other.table) for other in self.running)
+        wanted += sum(self.residency.block_count(other.known) for other in self.paused)
+        wanted += self.residency.block_count(self.waiting_tokens)
+        if wanted > self.policy.overcommit * self.capacity.num_blocks:
             return False
         is_full = len(self.running) >= self.capacity.max_running
         return not is_full and not any(is_overdue(other, self.policy, self.now) for other in self.paused)

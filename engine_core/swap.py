@@ -15,11 +15,9 @@ class SwapPolicy:
 
     preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
     max_pause: float = 0.5  # a request silent for longer may displace others
-    min_tokens: int = (
-        16  # what a request that was preempted gets done before it is chosen again; a quarter if slow
-    )
+    min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again; a quarter if slow
     min_interval: float = 0.25  # between two preemptions of a request
-    overcommit: float = 3.0  # newcomers displace others only while all that was let in needs at most so many pools
+    overcommit: float = 2.0  # newcomers displace others only while all that is there needs at most so many pools
     in_transit: float = 0.25  # share of the pool that may be moving for the sake of turns
     lookahead: int = 4  # tokens; a copy out begins before the place is needed
     swap_every: int = 0  # swap somebody out at every n-th step, whether needed or not; 0: off

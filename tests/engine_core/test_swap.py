@@ -264,6 +264,50 @@ def test_swaps_of_one_request_are_bounded_in_time() -> None:
     assert engine.scheduler.counts.swapped <= 4 * (1 + engine.now / 0.3)
 
 
+def test_newcomers_come_in_when_they_can_compute_and_hold_no_blocks_before() -> None:
+    """A place of its own in the queue of prefills costs blocks and gains nothing."""
+    engine = make_engine(64, prefill_chunk_tokens=8)
+    requests = [engine.add([token] * 40, max_tokens=2) for token in range(5)]
+    most = 0
+    while not all(request.output for request in requests):
+        engine.step()
+        most = max(most, sum(bool(r.table) and not r.output for r in requests))
+        assert engine.plans[-1].num_tokens >= 8, "a step's prefill budget was not used up"
+    assert most <= 2
+    urgent = make_engine(64, prefill_chunk_tokens=8)
+    urgent.add([1] * 100, max_tokens=2, priority=1)
+    urgent.step()
+    first = urgent.add([2] * 8, max_tokens=2)
+    urgent.step()
+    assert len(first.output) == 1, "those behind it in order don't count"
+
+
+@pytest.mark.parametrize(("newcomers", "swaps"), [(1, 1), (6, 0)])
+def test_newcomers_displace_others_only_while_few_wait(newcomers: int, swaps: int) -> None:
+    """In an overload turns would make all slower to answer, and none earlier."""
+    engine = make_engine(6)
+    first = engine.add([1] * 16, max_tokens=6)
+    step_until(engine, first, State.DECODE)
+    others = [engine.add([token] * 16, max_tokens=6) for token in range(2, 2 + newcomers)]
+    engine.finish()
+    assert_right(first, *others)
+    assert first.swaps == swaps
+
+
+def test_nobody_makes_room_behind_one_who_asked_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small ones can't starve a big one, and a step's work doesn't grow with the number of the swapped."""
+    engine = make_engine(40, policy=SwapPolicy("swap", max_pause=0.0, min_tokens=8, min_interval=0.0), max_running=32)
+    requests = [engine.add([token] * 8, max_tokens=40) for token in range(24)]
+    asked: list[Request] = []
+    look = engine.scheduler.residency.surviving_blocks
+    monkeypatch.setattr(
+        engine.scheduler.residency, "surviving_blocks", lambda request: asked.append(request) or look(request)
+    )
+    engine.finish()
+    assert_right(*requests)
+    assert len(asked) <= 12 * engine.steps, f"{len(asked)} looks at a request in {engine.steps} steps"
+
+
 def test_priorities_hold_among_the_swapped() -> None:
     engine = make_engine(10, policy=SwapPolicy("swap", max_pause=0.0, min_interval=0.0))
     low, high = (engine.add([p] * 12, max_tokens=8, priority=p) for p in (5, 1))
