@@ -110,7 +110,10 @@ class Int4Linear:
     def __init__(self, weight: W4Weight, minima: Tensor | None = None, bias: Tensor | None = None) -> None:
         """Take a weight that `int4_group` takes; minima float32 `[out, groups]`."""
         self._group = int4_group(weight.shape, weight.group_size)
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_nibbles(weight.codes).int(), 1)
+        self._packed = torch.empty_like(weight.codes)  # packed in blocks of 64 rows
+        pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+        for start in range(0, len(weight.codes), step := max(64, _CHUNK // weight.shape[1] // 64 * 64)):
+            self._packed[start : start + step] = pack(unpack_nibbles(weight.codes[start : start + step]).int(), 1)
         scales = weight.scales.float()
         offsets = scales * 0 if weight.zeros is None else (SYMMETRIC_ZERO - weight.zeros.float()) * scales
         if minima is not None:

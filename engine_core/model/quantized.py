@@ -50,7 +50,13 @@ class LinearMaker:
             return self._from_dense([weights.dense(name) for name in names], bias, None)
         parts = [weights.four_bit(name) for name in names]
         few = _int4(parts, bias)
-        return self._from_dense([part.dequantize(self.dtype) for part in parts], bias, few) if self.keep_dense else few
+        if not self.keep_dense:
+            return few
+        counts = [part.packed.shape[0] for part in parts]
+        dense = torch.empty((sum(counts), parts[0].packed.shape[1]), dtype=self.dtype)
+        for part, rows in zip(parts, torch.split(dense, counts), strict=True):
+            part.dequantize(rows)
+        return self._from_dense([dense], bias, few)
 
     def head(self, weight: Tensor) -> Linear:
         """The head `[vocab, hidden]`; its logits may be float32 whatever the dtype."""

@@ -16,6 +16,8 @@ from engine_core.model.config import ModelConfig
 from kernels.w4_format import W4Weight
 from protocol.errors import StartupError
 
+_CHUNK = 1 << 18  # elements
+
 
 @dataclass(frozen=True)
 class Weight4:
@@ -24,12 +26,18 @@ class Weight4:
     packed: W4Weight
     minima: Tensor | None = None  # float32 [out, groups]; of Q4_1, where all zeros are 0
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight `[out, in]`, computed in float32."""
-        if self.minima is None:
-            return self.packed.dequantize(dtype)
-        wide = self.packed.dequantize(torch.float32).view(*self.minima.shape, -1)
-        return wide.add_(self.minima[..., None]).view(self.packed.shape).to(dtype)
+    def dequantize(self, out: Tensor) -> None:
+        """Write the weight, computed in float32, to `out` `[out, in]`; in parts that a core's cache holds."""
+        packed, step = self.packed, max(1, _CHUNK // self.packed.shape[1])
+        for start in range(0, packed.shape[0], step):
+            rows = slice(start, start + step)
+            zeros = None if packed.zeros is None else packed.zeros[rows]
+            part = W4Weight(packed.codes[rows], packed.scales[rows], zeros, packed.order, packed.group_size)
+            if self.minima is None:
+                out[rows] = part.dequantize(out.dtype)
+            else:
+                wide = part.dequantize(torch.float32).view(part.shape[0], -1, part.group_size)
+                out[rows] = wide.add_(self.minima[rows, :, None]).view(part.shape)
 
 
 class Weights(Protocol):

@@ -73,7 +73,8 @@ class SafetensorsWeights:
 
     def dense(self, name: str) -> Tensor:  # noqa: D102
         if name in self._packed:
-            return self.four_bit(name).packed.dequantize(torch.float32)
+            self.four_bit(name).dequantize(out := torch.empty(self.shapes[name]))
+            return out
         return _read(self._where[name])
 
     def group_size(self, name: str) -> int:  # noqa: D102
