@@ -10,10 +10,12 @@ import threading
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from kernels.compiler import Binary, KernelError, Variant, build, compile_variant, target_of
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_OPT_IN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 
 @functools.cache
@@ -46,6 +48,14 @@ def device_target(device: int) -> str:
     """What to compile for on CUDA device `device`. Raises KernelError if it is too old."""
     major, minor = torch.cuda.get_device_capability(device)
     return target_of(major * 10 + minor, torch.cuda.get_device_name(device), driver_version())
+
+
+@functools.cache
+def shared_bytes(device: int) -> int:
+    """The most shared memory that a block can have on CUDA device `device`."""
+    found = ctypes.c_int()
+    _check(_driver().cuDeviceGetAttribute(ctypes.byref(found), _SHARED_OPT_IN, device), "shared memory")
+    return found.value
 
 
 class Kernel:
@@ -86,7 +96,7 @@ class Kernel:
         )
         return blocks.value
 
-    def __call__(self, grid: tuple[int, int, int], *arguments: int | float) -> None:
+    def __call__(self, grid: tuple[int, int, int], *arguments: int | float | bytes) -> None:
         """Launch on the current stream of torch; safe in a graph capture."""
         self._pack(self._arguments, 0, *arguments)
         result = self._launch(
@@ -115,6 +125,25 @@ def kernel(variant: Variant, layout: str, threads: int, device: int, shared_byte
 def build_for(variants: Iterable[Variant], device: int) -> None:
     """Compile side by side what `kernel` will then find in the cache."""
     build((variant, device_target(device)) for variant in variants)
+
+
+def tensor_map(x: Tensor, box_rows: int, box_columns: int) -> bytes:
+    """A CUtensorMap of x `[rows, columns]`, 16-bit floats, for boxes in rows of 128 bytes with the 128-byte swizzle.
+
+    What a box has outside x is zeros. x must be 16-byte aligned, its rows a multiple of 16 bytes apart.
+    """
+    store = (ctypes.c_uint64 * 32)()
+    at = -(-ctypes.addressof(store) // 64) * 64
+    sizes, strides = (ctypes.c_uint64 * 2)(x.shape[1], x.shape[0]), (ctypes.c_uint64 * 1)(x.stride(0) * 2)
+    box, steps = (ctypes.c_uint32 * 2)(box_columns, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    kind = 9 if x.dtype == torch.bfloat16 else 6  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _FLOAT16
+    swizzle, promotion = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+    address = ctypes.c_void_p(x.data_ptr())
+    result = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at), kind, 2, address, sizes, strides, box, steps, 0, swizzle, promotion, 0
+    )
+    _check(result, f"tensor map of {tuple(x.shape)}")
+    return ctypes.string_at(at, 128)
 
 
 def probe(device: int) -> None:

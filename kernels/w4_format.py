@@ -99,12 +99,16 @@ def from_gptq(
     scales `[groups, out]`. g_idx int32 `[in]`: the group of each feature, in any order with desc_act; every group has
     group_size features. group_size -1: one group.
     """
-    _check(version in (1, 2), f"GPTQ version {version}; known are 1 and 2")
     _check_words(qweight=qweight, qzeros=qzeros)
-    zeros = unpack_nibbles(qzeros)
-    if version == 1:
-        zeros = (zeros + 1) & 15
-    return _make(qweight.T.contiguous().view(torch.uint8), scales.T, zeros.T, g_idx, group_size)
+    zeros = gptq_zeros(qzeros, version)
+    return _make(qweight.T.contiguous().view(torch.uint8), scales.T, zeros, g_idx, group_size)
+
+
+def gptq_zeros(qzeros: Tensor, version: int) -> Tensor:
+    """Zero points uint8 `[out, groups]` of `from_gptq`."""
+    _check(version in (1, 2), f"GPTQ version {version}; known are 1 and 2")
+    zeros = unpack_nibbles(qzeros).T
+    return (zeros + 1) & 15 if version == 1 else zeros
 
 
 def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int) -> W4Weight:
@@ -114,8 +118,12 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int) -
     qzeros int32 `[groups, out / 8]`, the same way, the zero point itself. scales `[groups, out]`.
     """
     _check_words(qweight=qweight, qzeros=qzeros)
-    codes, zeros = (_unpack_awq(words) for words in (qweight, qzeros))
-    return _make(pack_nibbles(codes.T.contiguous()), scales.T, zeros.T, None, group_size)
+    return _make(pack_nibbles(_unpack_awq(qweight).T.contiguous()), scales.T, awq_zeros(qzeros), None, group_size)
+
+
+def awq_zeros(qzeros: Tensor) -> Tensor:
+    """Zero points uint8 `[out, groups]` of `from_awq`."""
+    return _unpack_awq(qzeros).T
 
 
 def from_compressed_tensors(
@@ -149,7 +157,7 @@ def _make(codes: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | N
     columns = 2 * codes.shape[1]
     size = columns if group_size == -1 else group_size
     _check(size > 0 and columns % size == 0, f"{columns} input features in groups of {group_size}")
-    order = None if g_idx is None else _order_of(g_idx, size, columns)
+    order = None if g_idx is None else order_of(g_idx, size, columns)
     if order is not None:
         codes = pack_nibbles(unpack_nibbles(codes)[:, order.long()])
     if zeros is not None:
@@ -157,7 +165,7 @@ def _make(codes: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | N
     return W4Weight(codes, scales.contiguous(), zeros, order, size)
 
 
-def _order_of(g_idx: Tensor, group_size: int, columns: int) -> Tensor | None:
+def order_of(g_idx: Tensor, group_size: int, columns: int) -> Tensor | None:
     """Features sorted by group, those of a group in their own order; None if they are sorted already."""
     _check(g_idx.shape == (columns,), f"g_idx is {_kind(g_idx)} for {columns} input features")
     wanted = torch.arange(columns, device=g_idx.device) // group_size

@@ -1,0 +1,293 @@
+// y = x W^T (+ bias) for 4-bit weights and tens to hundreds of tokens, with Hopper's warpgroup matrix instructions.
+//
+// Weights are the operand in registers: each warp dequantises its 16 outputs of a unit while the tensor cores work on the
+// unit before. One more warpgroup, which leaves them its registers, has everything copied ahead, a stage per step of two units. The blocks share all (tile, step)
+// pairs out evenly; a tile that several work on is added up by the last of them, always in the same order.
+//
+// Macros: IS_BF16; GROUP; ZEROS; TOKENS (of a tile: 32, 64, 128 or 256); WARPGROUPS (64 outputs each). For sm_90a only.
+#include "w4.cuh"
+
+struct __align__(64) TensorMap { u64 opaque[16]; };
+
+struct Params {
+    TensorMap x;        // [tokens, in], boxes of TOKENS by UNIT, 128-byte swizzle
+    const u8* codes;    // as in w4.cuh
+    const u8* records;
+    const u16* bias;    // [outs], or null
+    u16* out;           // [tokens, outs], outs even, rows an even number apart
+    Float4* partial;    // [grid, 2, TOKENS / 8, THREADS]
+    u32* finished;      // [grid, WARPS] zeros; left as zeros
+    i64 out_stride;     // elements
+    float factor;       // of all scales
+    int tokens, outs, steps, row_pairs, row_blocks, token_blocks;
+};
+
+constexpr int THREADS = WARPGROUPS * 128, WARPS = WARPGROUPS * 4, PAIRS = WARPGROUPS * 2, ACC = TOKENS / 8;
+constexpr int ALL = THREADS + 128, COPIER_REGISTERS = 32;
+constexpr int SHARE = (65536 / ALL / 8 * 8 * ALL - 128 * COPIER_REGISTERS) / THREADS / 8 * 8;
+constexpr int REGISTERS = SHARE < 240 ? SHARE : 240;  // of those who work
+constexpr int CODES = 4 * TILE_BYTES, RECORDS = 2 / SPAN * 16 * RECORD;  // bytes of a pair of row tiles, a step
+constexpr int X = 2 * TOKENS * 128, STAGE = (X + PAIRS * (CODES + RECORDS) + 1023) / 1024 * 1024;
+constexpr int FIT = 224 * 1024 / STAGE, STAGES = FIT < 8 ? FIT : 8;
+
+// -- barriers and copies ---------------------------------------------------------------------------------------------
+
+DEVICE void init_barrier(u32 at, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+
+DEVICE void arrive(u32 at) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
+
+DEVICE void wait_barrier(u32 at, u32 parity) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra again;}" ::"r"(at), "r"(parity) : "memory");
+}
+
+DEVICE void expect(u32 at, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+
+DEVICE void copy_bulk(u32 to, const void* from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+DEVICE void load_box(u32 to, const TensorMap& map, int feature, int token, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(to), "l"(&map), "r"(feature), "r"(token), "r"(barrier) : "memory");
+}
+
+// -- matrix instructions ---------------------------------------------------------------------------------------------
+
+DEVICE void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void matrix_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> DEVICE void matrix_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+// 8-row groups of 128-byte rows, swizzled.
+DEVICE u64 descriptor(u32 address) {
+    return (u64)(address >> 4 & 0x3fff) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+#define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3)
+#define SIXTY4(i) SIXTEEN(i), SIXTEEN(i + 4), SIXTEEN(i + 8), SIXTEEN(i + 12)
+#define R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R64                                                                                                       \
+    R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57" \
+        ",%58,%59,%60,%61,%62,%63"
+#define R128                                                                                                      \
+    R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89" \
+        ",%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"     \
+        ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#if IS_BF16
+#define TYPES ".f32.bf16.bf16"
+#else
+#define TYPES ".f32.f16.f16"
+#endif
+#define WGMMA(N, D, A, ...)                                                                                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" TYPES " {" D "}, " A ", 1, 1, 1, 0;"           \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+// d[64 x TOKENS] += a[64 x 16] * b^T: a in registers, b TOKENS rows of 16 elements in shared memory.
+template <int N> DEVICE void multiply(float (&d)[N][4], const u32 (&a)[4], u64 b) {
+    if constexpr (N == 4) WGMMA(32, R16, "{%16,%17,%18,%19}, %20", SIXTEEN(0));
+    else if constexpr (N == 8) WGMMA(64, R32, "{%32,%33,%34,%35}, %36", SIXTEEN(0), SIXTEEN(4));
+    else if constexpr (N == 16) WGMMA(128, R64, "{%64,%65,%66,%67}, %68", SIXTY4(0));
+    else WGMMA(256, R128, "{%128,%129,%130,%131}, %132", SIXTY4(0), SIXTY4(16));
+}
+
+// The compiler does not know that a pending instruction writes these: it must not move or use them before the wait.
+template <int N> DEVICE void pin(float (&d)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : FOUR(i)::"memory");
+}
+
+// -- copying ahead, and working ---------------------------------------------------------------------------------------
+
+struct Pipe {
+    u32 stages, full, empty;  // addresses
+    u32 stage = 0, phase = 0;
+
+    DEVICE void advance() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+};
+
+// Where a block's share of the (tile, step) pairs begins.
+DEVICE int begin_of(const Params& p, int block) {
+    return p.row_blocks * p.token_blocks * p.steps * block / (int)gridDim.x;
+}
+
+// One lane of each of the four warps: x by the first, and a fourth of the pairs of row tiles.
+DEVICE void copy_ahead(const Params& p, Pipe pipe) {
+    const int begin = begin_of(p, blockIdx.x), end = begin_of(p, blockIdx.x + 1);
+    const int part = (threadIdx.x - THREADS) >> 5;
+    int tile = begin / p.steps, step = begin - tile * p.steps;
+    int row_block = tile / p.token_blocks, token_block = tile - row_block * p.token_blocks;
+    pipe.phase = 1;  // all stages are empty
+#pragma unroll 1
+    for (int i = begin; i < end; i++) {
+        const u32 to = pipe.stages + pipe.stage * STAGE, full = pipe.full + pipe.stage * 8;
+        wait_barrier(pipe.empty + pipe.stage * 8, pipe.phase);
+        if (part == 0) {
+            expect(full, X + PAIRS * (CODES + RECORDS));
+            load_box(to, p.x, step * 2 * UNIT, token_block * TOKENS, full);
+            load_box(to + X / 2, p.x, step * 2 * UNIT + UNIT, token_block * TOKENS, full);
+        }
+        for (int k = part; k < PAIRS; k += 4) {
+            const i64 pair = min(row_block * PAIRS + k, p.row_pairs - 1), at = pair * p.steps + step;
+            copy_bulk(to + X + k * CODES, p.codes + at * CODES, CODES, full);
+            copy_bulk(to + X + PAIRS * CODES + k * RECORDS, p.records + at * RECORDS, RECORDS, full);
+        }
+        pipe.advance();
+        if (++step == p.steps) {
+            step = 0;
+            if (++token_block == p.token_blocks) token_block = 0, row_block++;
+        }
+    }
+}
+
+DEVICE u32 multiply_x2(u32 a, u32 b) { return IS_BF16 ? fma_x2(a, b, 0x80008000u) : mul_f16x2(a, b); }
+
+// A float16, twice in a word, in the type of the weights.
+DEVICE u32 twice(u32 half) {
+    if (!IS_BF16) return permute(half, 0, 0x1010);
+    const float f = f16_to_float((u16)half);
+    return pack_bf16(f, f);
+}
+
+// One unit: dequantise into `a`, of which no pending instruction may read, then start its products.
+DEVICE void add_unit(float (&acc)[ACC][4], u32 (&a)[4][4], u32 codes, u32 record, u32 x) {
+    const Words4 words = load_shared4(codes);
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+        const u32 at = record + s * PER / 4 * (RECORD / PER);
+        const u32 scales = load_shared(at), g = twice(scales), g8 = twice(scales >> 16);
+        dequantize(a[s], s == 0 ? words.x : s == 1 ? words.y : s == 2 ? words.z : words.w,
+                   ZEROS ? zero_of(load_shared(at + 4)) : symmetric());
+        a[s][0] = multiply_x2(a[s][0], g), a[s][1] = multiply_x2(a[s][1], g8);
+        a[s][2] = multiply_x2(a[s][2], g), a[s][3] = multiply_x2(a[s][3], g8);
+    }
+    matrix_fence();
+    const u64 b = descriptor(x);
+#pragma unroll
+    for (int s = 0; s < 4; s++) multiply(acc, a[s], b + s * 2);
+    matrix_commit();
+    matrix_wait<1>();
+}
+
+// -- what becomes of the sums ----------------------------------------------------------------------------------------
+
+DEVICE int block_of(const Params& p, int pair) {
+    int block = pair * (int)gridDim.x / (p.row_blocks * p.token_blocks * p.steps);
+    while (begin_of(p, block + 1) <= pair) block++;
+    return block;
+}
+
+DEVICE void store(const Params& p, const float (&acc)[ACC][4], int tile) {
+    const int lane = threadIdx.x & 31, row_block = tile / p.token_blocks, token_block = tile - row_block * p.token_blocks;
+    const int row0 = (row_block * WARPS + (int)(threadIdx.x >> 5)) * 16;
+    float bias[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (p.bias && row0 + (lane >> 2) + i * 8 < p.outs) bias[i] = widen<IS_BF16>(p.bias[row0 + (lane >> 2) + i * 8]);
+#pragma unroll
+    for (int j = 0; j < ACC; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {  // transposed, a lane has two outputs of one token
+            const u32 both = transpose_8x8(
+                pack<IS_BF16>(acc[j][2 * i] * p.factor + bias[i], acc[j][2 * i + 1] * p.factor + bias[i]));
+            const int token = token_block * TOKENS + j * 8 + (lane >> 2), row = row0 + i * 8 + (lane & 3) * 2;
+            if (token < p.tokens && row < p.outs) *(u32*)(p.out + token * p.out_stride + row) = both;
+        }
+}
+
+// Leaves a warp's sums of a part of the steps; of the warps that have the same outputs, the last adds all parts up, in the
+// order of the blocks. Returns whether that was this one.
+DEVICE bool merge(const Params& p, float (&acc)[ACC][4], int tile, bool second) {
+    const int low = block_of(p, tile * p.steps), others = block_of(p, (tile + 1) * p.steps - 1) - low;
+    // A block has the beginning of one such tile at most.
+    u32* const finished = &p.finished[low * WARPS + (threadIdx.x >> 5)];
+    const bool leads = (threadIdx.x & 31) == 0;
+    u32 count = 0;
+    if (others == 1 && leads) asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(count) : "l"(finished) : "memory");
+    const bool is_second = __shfl_sync(FULL_WARP, count, 0);  // of two: what it has need not be written
+    if (!is_second) {
+        Float4* mine = p.partial + ((i64)blockIdx.x * 2 + second) * ACC * THREADS + threadIdx.x;
+#pragma unroll
+        for (int j = 0; j < ACC; j++) mine[j * THREADS] = {acc[j][0], acc[j][1], acc[j][2], acc[j][3]};
+        __threadfence();
+        __syncwarp();
+    }
+    if (leads) count = atomicInc(finished, others);
+    if (__shfl_sync(FULL_WARP, count, 0) < others) return false;
+    __threadfence();
+    if (!is_second)
+#pragma unroll
+        for (int j = 0; j < ACC; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0;
+    for (int block = low; block <= low + others; block++) {
+        if (is_second && block == blockIdx.x) continue;
+        const bool other = begin_of(p, block) < tile * p.steps;
+        const Float4* part = p.partial + ((i64)block * 2 + other) * ACC * THREADS + threadIdx.x;
+#pragma unroll
+        for (int j = 0; j < ACC; j++) {
+            const Float4 v = load_l2(part + j * THREADS);
+            acc[j][0] += v.x, acc[j][1] += v.y, acc[j][2] += v.z, acc[j][3] += v.w;
+        }
+    }
+    return true;
+}
+
+DEVICE void work(const Params& p, Pipe pipe) {
+    const int begin = begin_of(p, blockIdx.x), end = begin_of(p, blockIdx.x + 1);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const u32 codes = X + (warp >> 1) * CODES + (warp & 1) * TILE_BYTES + lane * 16;
+    const u32 records = X + PAIRS * CODES + (warp >> 1) * RECORDS + ((warp & 1) * 8 + (lane >> 2)) * RECORD;
+    u32 a[2][4][4];
+    float acc[ACC][4];
+#pragma unroll 1
+    for (int at = begin; at < end;) {
+        const int tile = at / p.steps, start = at, stop = min(end, (tile + 1) * p.steps);
+#pragma unroll
+        for (int j = 0; j < ACC; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0;
+        u32 before = 0;  // barrier of the stage that is still in use
+#pragma unroll 1
+        for (; at < stop; at++) {
+            const u32 stage = pipe.stages + pipe.stage * STAGE;
+            wait_barrier(pipe.full + pipe.stage * 8, pipe.phase);
+            add_unit(acc, a[0], stage + codes, stage + records, stage);
+            if (before && lane == 0) arrive(before);
+            add_unit(acc, a[1], stage + codes + 2 * TILE_BYTES, stage + records + (2 / SPAN - 1) * 16 * RECORD, stage + X / 2);
+            before = pipe.empty + pipe.stage * 8;
+            pipe.advance();
+        }
+        matrix_wait<0>();
+        pin(acc);
+        if (lane == 0) arrive(before);
+        const bool whole = start == tile * p.steps && stop == start + p.steps;
+        if (whole || merge(p, acc, tile, begin < tile * p.steps)) store(p, acc, tile);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(ALL, 1) w4_matmul_sm90(const __grid_constant__ Params p) {
+    extern __shared__ u8 shared[];
+    __shared__ __align__(8) u64 barriers[2 * STAGES];
+    Pipe pipe;
+    pipe.stages = (u32)__cvta_generic_to_shared(shared) + 1023 & ~1023u;
+    pipe.full = (u32)__cvta_generic_to_shared(barriers), pipe.empty = pipe.full + STAGES * 8;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) init_barrier(pipe.full + i * 8, 1), init_barrier(pipe.empty + i * 8, WARPS);
+        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+    }
+    __syncthreads();
+    if (threadIdx.x >= THREADS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPIER_REGISTERS));
+        if ((threadIdx.x & 31) == 0) copy_ahead(p, pipe);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        work(p, pipe);
+    }
+}
