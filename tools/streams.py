@@ -20,7 +20,9 @@ class Stream:
     submitted: float = 0.0
     accepted: float = 0.0
     times: list[float] = field(default_factory=list)  # of the deltas that brought tokens
+    counts: list[int] = field(default_factory=list)  # of their tokens: a client that lags gets several at once
     tokens: list[int] = field(default_factory=list)
+    notices: list[float] = field(default_factory=list)  # of being paused, and of running again
     text: str = ""
     finish: Finish = Finish.NONE
     error: str = ""
@@ -48,6 +50,12 @@ class Stream:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
     @property
+    def running_gaps(self) -> list[float]:
+        """The gaps in which it was neither paused nor resumed."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return [after - before for before, after in pairs if not any(before < told < after for told in self.notices)]
+
+    @property
     def tpot(self) -> float:
         """Seconds per token after the first."""
         return (self.times[-1] - self.times[0]) / max(1, self.max_tokens - 1) if self.times else float("nan")
@@ -59,20 +67,26 @@ def random_prompts(seed: int, lengths: list[int]) -> list[list[int]]:
     return [draw.choices(range(1000, 40000), k=length) for length in lengths]
 
 
-async def run_stream(client: EngineClient, stream: Stream, with_ids: bool = False, priority: int = 0) -> Stream:
+async def run_stream(
+    client: EngineClient, stream: Stream, with_ids: bool = False, priority: int = 0, with_notices: bool = False
+) -> Stream:
     """Send a request and read it to its end, whatever that is. `with_ids` asks for token ids (by log-probabilities)."""
     sampling = SamplingParams(
         max_tokens=stream.max_tokens, temperature=0.0, ignore_eos=True, logprobs=0 if with_ids else -1
     )
     stream.submitted = time.monotonic()
-    generation = client.generate(TokenPrompt(pack_i32(stream.prompt)), sampling, TextParams(), priority=priority)
+    text = TextParams(notices=with_notices)
+    generation = client.generate(TokenPrompt(pack_i32(stream.prompt)), sampling, text, priority=priority)
     try:
         async with generation:
             stream.accepted = time.monotonic()
             async for _, delta in generation:
                 if delta.tokens:
                     stream.times.append(time.monotonic())
+                    stream.counts.append(delta.tokens)
                     stream.has_begun.set()
+                if delta.pause is not None:
+                    stream.notices.append(time.monotonic())
                 stream.text += delta.text
                 stream.tokens += [entry.chosen.token for entry in delta.logprobs]
                 stream.finish, stream.error = delta.finish, delta.error
