@@ -245,7 +245,8 @@ def main() -> int:
         figures[name] = measure(cases(Sizes())[name], base, options.seconds)
         print(f"{name:16}" + ", ".join(f"{key} {shown(value)}" for key, value in figures[name].items()), flush=True)
         if options.output:  # after each, as the next may not end
-            described = {"environment": describe(), "config": json.loads(msgspec.json.encode(base)), "cases": figures}
+            config = msgspec.structs.asdict(msgspec.structs.replace(base, model=options.model.name))
+            described = {"environment": describe(), "config": config, "cases": figures}
             options.output.write_text(json.dumps(described, indent=1))
     return int(any("failed" in found for found in figures.values()))
 
