@@ -5,7 +5,7 @@ those that write what it reads, and those that read what it overwrites. It has l
 passed; only then are its blocks handed out, so steps that use them are launched after it. Nobody waits for either.
 
 Nobody is woken either: who sleeps until copies land asks again every `poll_interval`. A callback of the driver
-(cuLaunchHostFunc) would need the GIL, and its copy stream would stand still until it had it.
+(cuLaunchHostFunc) would need the GIL, and its copy stream would stand still until it had it: 5 ms if Python is busy.
 
 Pageable host memory, where none could be pinned: the driver's calls then take as long as the copies, so threads make
 them.
@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from engine_core.plan import Copy, Landed
-from engine_core.transfer import GROUP_BYTES, LOG_INTERVAL, HostPool, Link, adjacent_runs
+from engine_core.transfer import GROUP_BYTES, LOG_INTERVAL, HostPool, Link
 from kernels.cuda_copy import copy_async, copy_each_async
 
 GROUP_BLOCKS = 256
@@ -92,17 +93,18 @@ class CudaTransfer:
         return POLL_INTERVAL if is_moving else 0.0
 
     def start(self, copies: Sequence[Copy]) -> None:
-        """See `Transfer`."""
+        """See `Transfer`. The directions take turns, so that neither waits for the other's launches."""
         self._started.record(self._compute or torch.cuda.current_stream(self._device))
+        waiting: list[list[tuple[_Direction, list[Copy]]]] = []
         for out, direction in self._directions.items():
-            some = [copy for copy in copies if copy.out == out and self._takes(copy)]
-            if not some:
-                continue
-            direction.stream.wait_event(self._started)
-            if not out and self._leaving:
-                direction.stream.wait_stream(self._directions[True].stream)
-            for first in range(0, len(some), self._group):
-                self._launch(direction, some[first : first + self._group])
+            some = [copy for copy in copies if copy.out == out]
+            if some:
+                direction.stream.wait_event(self._started)
+            waiting.append([(direction, some[n : n + self._group]) for n in range(0, len(some), self._group)])
+        for turn in zip_longest(*waiting):
+            for entry in turn:
+                if entry is not None:
+                    self._launch(*entry)
 
     def landed(self) -> list[Landed]:
         """See `Transfer`."""
@@ -130,38 +132,62 @@ class CudaTransfer:
             direction.stream.synchronize()
         self.host.close()
 
-    def _takes(self, copy: Copy) -> bool:
-        """Whether the blocks are there, and the host block holds what the tag says, or will before a copy in."""
-        if not (0 <= copy.device < len(self._pool) and 0 <= copy.host < self.host.host_blocks):
-            self._refuse([copy], "there is no such block")
-            return False
-        if copy.out:
-            self.host.tags.pop(copy.host, None)
-            self._leaving[copy.host] = copy.tag
-        elif copy.tag not in (self.host.tags.get(copy.host), self.host.pinned and self._leaving.get(copy.host)):
-            self._refuse([copy], "the host block holds something else")
-            return False
-        return True
-
-    def _launch(self, direction: _Direction, copies: Sequence[Copy]) -> None:
-        now = time.perf_counter()
-        due = direction.link.arrival(len(copies) * self._image, now)
-        group = _Group(copies, self._event(), self._event(), due)
+    def _launch(self, direction: _Direction, copies: list[Copy]) -> None:
+        """Put those copies on the stream whose blocks are there and hold what their tags say, as one group."""
+        good, hosts, devices, sizes = self._runs(direction, copies)
+        if not good:
+            return
+        due = direction.link.arrival(len(good) * self._image, time.perf_counter())
+        group = _Group(good, self._event(), self._event(), due)
         direction.groups.append(group)
+        pieces = (hosts, devices, sizes) if good[0].out else (devices, hosts, sizes)
         if direction.thread is None and not self.host.pinned:
             direction.thread = ThreadPoolExecutor(1, "copy")
         if direction.thread is None:
-            self._copy(direction.stream, group)
+            self._copy(direction.stream, group, *pieces)
         else:
-            direction.thread.submit(self._copy, direction.stream, group)
+            direction.thread.submit(self._copy, direction.stream, group, *pieces)
 
-    def _copy(self, stream: torch.cuda.Stream, group: _Group) -> None:
-        """Put a group on its stream. Events that can't be recorded mean a broken device: that raises."""
-        runs = list(adjacent_runs(group.copies, self.host.slab_blocks))
-        host = [self.host.address(run[0].host) for run in runs]
-        device = [self._base + run[0].device * self._image for run in runs]
-        targets, sources = (host, device) if group.copies[0].out else (device, host)
-        sizes = [len(run) * self._image for run in runs]
+    def _runs(self, direction: _Direction, copies: list[Copy]) -> tuple[list[Copy], list[int], list[int], list[int]]:
+        """The copies that can be made; host addresses, device addresses and bytes of their runs of adjacent blocks.
+
+        One loop, as the step loop pays for it by the block.
+        """
+        good: list[Copy] = []
+        hosts: list[int] = []
+        devices: list[int] = []
+        sizes: list[int] = []
+        tags, leaving, addresses = self.host.tags, self._leaving, self.host.addresses
+        base, image, slab = self._base, self._image, self.host.slab_blocks
+        num_devices, num_hosts, is_pinned = len(self._pool), self.host.host_blocks, self.host.pinned
+        after = after_host = -1
+        for copy in copies:
+            device, host, tag = copy.device, copy.host, copy.tag
+            if not (0 <= device < num_devices and 0 <= host < num_hosts):
+                self._refuse([copy], "there is no such block")
+                continue
+            if copy.out:
+                tags.pop(host, None)
+                leaving[host] = tag
+            elif tags.get(host) != tag:
+                if not is_pinned or leaving.get(host) != tag:
+                    self._refuse([copy], "the host block holds something else")
+                    continue
+                direction.stream.wait_stream(self._directions[True].stream)
+            good.append(copy)
+            if device == after and host == after_host and host % slab:
+                sizes[-1] += image
+            else:
+                hosts.append(addresses[host])
+                devices.append(base + device * image)
+                sizes.append(image)
+            after, after_host = device + 1, host + 1
+        return good, hosts, devices, sizes
+
+    def _copy(
+        self, stream: torch.cuda.Stream, group: _Group, targets: list[int], sources: list[int], sizes: list[int]
+    ) -> None:
+        """Start the copies of a group. Events that can't be recorded mean a broken device: that raises."""
         group.begin.record(stream)
         try:
             (copy_async if self.host.pinned else copy_each_async)(targets, sources, sizes, stream.cuda_stream)

@@ -23,7 +23,7 @@ from torch import Tensor
 from engine_core.device import free_memory
 from engine_core.plan import Copy, Landed
 
-SLAB_BYTES = 64 << 20
+SLAB_BYTES, PINNED_SLAB_BYTES = 64 << 20, 16 << 20  # pinning holds up launches, so it comes in small portions
 GROUP_BYTES, GROUP_BLOCKS = 16 << 20, 32  # what lands together at most: the first of many blocks are of use early
 LOG_INTERVAL = 10.0  # seconds
 
@@ -38,16 +38,16 @@ class HostPool:
     and `pinned` is False. Where a slab can't be had the pool ends. Both give one warning.
     """
 
-    def __init__(self, image_bytes: int, budget: int, pinned: bool = False, slab_bytes: int = SLAB_BYTES) -> None:
+    def __init__(self, image_bytes: int, budget: int, pinned: bool = False, slab_bytes: int = 0) -> None:
         """`budget` is the bytes of all images at most."""
         self.image_bytes, self.max_blocks = image_bytes, budget // image_bytes
-        self.slab_blocks = max(1, slab_bytes // image_bytes)
+        self.slab_blocks = max(1, (slab_bytes or (PINNED_SLAB_BYTES if pinned else SLAB_BYTES)) // image_bytes)
         self.host_blocks = 0  # images that may be used by now
         self.tags: dict[int, int] = {}  # of what is stored, by block; none while it is being written
         self.pinned = pinned
         self.made = threading.Event()  # no more slabs follow
         self._slabs: list[_Images] = []
-        self._addresses: list[int] = []
+        self.addresses: list[int] = []  # where each image begins
         self._registered: list[int] = []  # addresses of pinned slabs
         self._closing = False
         threading.Thread(target=self._make, name="host-pool", daemon=True).start()
@@ -58,11 +58,6 @@ class HostPool:
         if slab < 0:
             raise IndexError(f"host block {first}")
         return _rows(self._slabs[slab], row, count)
-
-    def address(self, block: int) -> int:
-        """Where the image of a block begins; it must be there."""
-        slab, row = divmod(block, self.slab_blocks)
-        return self._addresses[slab] + row * self.image_bytes
 
     def close(self) -> None:
         """Make no more slabs, and unpin those that are there: nothing may be copying any more."""
@@ -79,8 +74,11 @@ class HostPool:
                 count = min(left, self.slab_blocks)
                 if (self.host_blocks + count) * self.image_bytes > room:
                     raise MemoryError(f"{room >> 20} MiB are half of the free RAM")
+                started = time.monotonic()
                 self._append(_allocate(self, count))
                 self.host_blocks += count
+                if self.pinned:
+                    time.sleep(2 * (time.monotonic() - started))
         except (MemoryError, RuntimeError) as error:
             _log.warning(
                 "host memory for the KV of swapped requests ends at %d of %d MiB (this is RAM, not GPU memory): %s",
@@ -99,7 +97,8 @@ class HostPool:
             except (RuntimeError, AssertionError) as error:  # the latter: torch without CUDA
                 self.pinned = False
                 _log.warning("can't pin host memory (RAM, not GPU memory), so swaps are slower: %s", error)
-        self._addresses.append(slab.data_ptr())
+        first = slab.data_ptr()
+        self.addresses += range(first, first + slab.numel(), self.image_bytes)
         self._slabs.append(slab.numpy())
 
 

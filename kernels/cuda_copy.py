@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from array import array
 from collections.abc import Callable, Sequence
 
 from kernels.launcher import _check, _driver
@@ -27,11 +28,10 @@ def copy_async(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[i
     if batch is None:
         copy_each_async(targets, sources, sizes, stream)
         return
-    array, index, failed = ctypes.c_uint64 * count, ctypes.c_size_t(0), ctypes.c_size_t()
+    columns = [array("Q", values) for values in (targets, sources, sizes)]
+    index, failed = ctypes.c_size_t(0), ctypes.c_size_t()
     result = batch(
-        array(*targets),
-        array(*sources),
-        array(*sizes),
+        *(ctypes.c_void_p(column.buffer_info()[0]) for column in columns),
         ctypes.c_size_t(count),
         _ATTRIBUTES,
         ctypes.byref(index),

@@ -288,6 +288,7 @@ def test_the_budget_is_kept_in_whole_images() -> None:
     assert host.host_blocks == host.max_blocks == 10
     assert [len(slab) for slab in host._slabs] == [3, 3, 3, 1]
     host.images(9, 1)[:] = 1
+    assert host.addresses == [host.images(block, 1).ctypes.data for block in range(10)]
     with pytest.raises(IndexError):
         host.images(10, 1)
 
