@@ -1,7 +1,7 @@
 """The engine's speed with random weights, through the real processes: decode, long contexts, a pool that runs full.
 
     python -m tools.bench_gpu_engine [--model tests/data/configs/qwen2.5-3b] [--cases one,32,...] [--device cuda]
-        [--kv-cache-dtype auto] [--seconds 120] [--no-overlap] [--output FILE.json]
+        [--four-bit 128] [--kv-cache-dtype auto] [--seconds 120] [--no-overlap] [--output FILE.json]
 
 | case | what |
 | --- | --- |
@@ -205,6 +205,18 @@ def measure(case: Case, base: EngineConfig, seconds: float) -> Figures:
             engine.stop()
 
 
+def in_four_bits(model: Path, group: int, folder: Path) -> Path:
+    """A folder with the config of `model`, and 4-bit linear weights in groups of `group`."""
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True
+    }  # fmt: skip
+    made = folder / f"{model.name}-w4-g{group}"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
 def shown(value: Any) -> str:
     return f"{value:,.2f}" if isinstance(value, float) else str(value)
 
@@ -213,6 +225,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "tests/data/configs/qwen2.5-3b", help="has a config.json")
     parser.add_argument("--load-format", default="dummy")
+    parser.add_argument("--four-bit", type=int, default=0, metavar="GROUP", help="dummy weights in 4 bits, W4A16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cases", help="names with commas between; the default is all")
@@ -231,6 +244,14 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.four_bit:
+            options.model = in_four_bits(options.model, options.four_bit, Path(folder))
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit code: 1 if a case failed."""
     base = EngineConfig(
         model=str(options.model),
         load_format=options.load_format,

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from engine_core.memory import describe_plan
 from protocol.config import EngineConfig
-from tools.bench_gpu_engine import Sizes, cases, measure, outcome, steady
+from tools.bench_gpu_engine import Sizes, cases, in_four_bits, measure, outcome, steady
 from tools.streams import Stream
 
 from ..engine_core.model.test_dummy import TINY
@@ -49,6 +50,13 @@ def test_the_cases_fit_their_contexts() -> None:
         config = EngineConfig(model="m", **case.options)
         assert not config.num_blocks or config.num_blocks * 16 >= config.max_cache, name
     assert cases(Sizes())["pressure"].options["num_blocks"] == 2048
+
+
+def test_four_bits(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    made = in_four_bits(tmp_path, 128, tmp_path)
+    plan = describe_plan(EngineConfig(model=str(made), load_format="dummy", dtype="bf16", weights="int4"))
+    assert plan["weights_kept"].startswith("int4")
 
 
 def test_what_is_counted_as_steady() -> None:
