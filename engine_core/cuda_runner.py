@@ -66,11 +66,12 @@ class CudaRunner:
         self.layout, self.decoder = model.kv_layout, decoder
         device, rows, self._block_size = decoder.embedding.device, config.max_running, config.block_size
         blocks = -(-memory.max_context // config.block_size)
-        self._inputs = StepInputs(rows, rows + config.prefill_chunk_tokens, blocks, config.block_size, device)
-        self._sampler = CudaSampler(self.vocab_size, decoder.dtype, self._inputs, self.eos_token_ids)
+        self.inputs = StepInputs(rows, rows + config.prefill_chunk_tokens, blocks, config.block_size, device)
+        self._sampler = CudaSampler(self.vocab_size, decoder.dtype, self.inputs, self.eos_token_ids)
         self._sampled_at: dict[int, int] = {}  # by request: where the last step left its token
         self._results = [torch.zeros(rows, dtype=torch.int64, pin_memory=True) for _ in range(_RESULTS)]
         self._step = 0
+        self.host_pool: HostPool | None = None
         self._graphs: dict[int, DecodeGraph] = {}
         self._chunk = min(config.prefill_chunk_tokens, memory.max_context)
         self.use_pool(1 + self._chunk // config.block_size)
@@ -82,11 +83,12 @@ class CudaRunner:
         shape = num_blocks, self.layout.image_bytes
         self.pool = torch.empty(shape, dtype=torch.uint8, device=self.decoder.embedding.device)
         self.num_blocks = num_blocks
-        self._forward = CudaForward(self.decoder, self.layout, self.pool, self._inputs, self.max_context)
+        self._forward = CudaForward(self.decoder, self.layout, self.pool, self.inputs, self.max_context)
 
     def open_transfer(self, budget: int, wake: Callable[[], None], bandwidth_limit: int) -> Transfer:
         """See `LoadedRunner`."""
-        return CudaTransfer(self.pool, HostPool(self.block_bytes, budget, pinned=True), bandwidth_limit=bandwidth_limit)
+        host = self.host_pool or HostPool(self.block_bytes, budget, pinned=True)
+        return CudaTransfer(self.pool, host, bandwidth_limit=bandwidth_limit)
 
     @property
     def memory(self) -> dict[str, int]:
@@ -105,14 +107,14 @@ class CudaRunner:
         decodes, bucket = len(plan.decodes), 0
         if not plan.prefills:
             bucket = next((size for size in self._graphs if size >= decodes), 0)
-        self._inputs.upload(plan, self._sampled_at, bucket)
+        self.inputs.upload(plan, self._sampled_at, bucket)
         hidden: Tensor | None = None
         if bucket:
             self._graphs[bucket].graph.replay()
             logits = self._graphs[bucket].logits[:decodes]
         else:
             hidden = self._run(decodes, plan.prefills, plan.num_tokens)
-            logits = self.decoder.head(hidden[self._inputs.ends[: len(rows)]]) if rows else hidden
+            logits = self.decoder.head(hidden[self.inputs.ends[: len(rows)]]) if rows else hidden
         logprobs = self._sampler.launch(self._soften(logits), rows) if rows else None
         self._sampled_at = {row.request_id: place for place, row in enumerate(rows)}
         self._step += 1
@@ -132,7 +134,7 @@ class CudaRunner:
     def _feed(self, decodes: int) -> None:
         """Put tokens that the last step sampled where this one reads them."""
         if decodes:
-            feed, tokens = self._inputs.feed[:decodes], self._inputs.tokens[:decodes]
+            feed, tokens = self.inputs.feed[:decodes], self.inputs.tokens[:decodes]
             torch.where(feed >= 0, self._sampler.sampled[feed.clamp(min=0)], tokens, out=tokens)
 
     def _soften(self, logits: Tensor) -> Tensor:
@@ -156,25 +158,26 @@ class CudaRunner:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         sampling = SamplingParams()
-        decodes = [Row(-1 - n, [0], 0, [0], True, sampling, 0) for n in range(self._inputs.max_rows - 1)]
+        decodes = [Row(-1 - n, [0], 0, [0], True, sampling, 0) for n in range(self.inputs.max_rows - 1)]
         blocks = list(range(-(-self._chunk // self._block_size)))
-        prefill = Row(-self._inputs.max_rows, [0] * self._chunk, 0, blocks, True, sampling, 0)
+        prefill = Row(-self.inputs.max_rows, [0] * self._chunk, 0, blocks, True, sampling, 0)
         self.launch(StepPlan(0, decodes, [prefill])).tokens()
         return torch.cuda.max_memory_allocated() - before
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture decode graphs, the largest first: the smaller ones use its memory."""
-        sizes = [size for size in (1, 2, 4, 8) if size < self._inputs.max_rows]
-        sizes += [*range(_LARGE_BUCKET, self._inputs.max_rows, _LARGE_BUCKET), self._inputs.max_rows]
+        sizes = [size for size in (1, 2, 4, 8) if size < self.inputs.max_rows]
+        sizes += [*range(_LARGE_BUCKET, self.inputs.max_rows, _LARGE_BUCKET), self.inputs.max_rows]
         found: dict[int, DecodeGraph] = {}
         memory = torch.cuda.graph_pool_handle()
         for size in reversed(sizes):
-            self._inputs.upload(StepPlan(0, [], []), {}, size)
+            self.inputs.upload(StepPlan(0, [], []), {}, size)
             graph = torch.cuda.CUDAGraph()
             self._decode(size)  # cuBLAS chooses its kernels outside of the capture
             torch.cuda.current_stream().synchronize()
-            with torch.cuda.graph(graph, pool=memory):
+            # The host pool is being pinned by another thread, which a capture must not mind.
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
                 logits = self._decode(size)
             found[size] = DecodeGraph(graph, logits)
         self._graphs = dict(sorted(found.items()))
@@ -203,9 +206,13 @@ def load_cuda_runner(config: EngineConfig, progress: Callable[[int, int], None])
         done += count
         progress(done, weights.total_bytes)
 
+    host_pool = None
+    if config.offload_budget >= memory.kv.block_bytes:  # made while the weights load
+        host_pool = HostPool(memory.kv.block_bytes, config.offload_budget, pinned=True)
     with torch.inference_mode():
         decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
     runner = CudaRunner(decoder, model, config, memory)
+    runner.host_pool = host_pool
     workspace = runner.warm_up()
     runner.memory_plan = _fit(runner, config, memory, workspace)
     runner.use_pool(runner.memory_plan.kv.num_blocks)

@@ -94,6 +94,10 @@ class LinearMaker:
         return HybridLinear(few, self._dense(dense, bias), _FEW_ROWS) if self.keep_dense else few
 
     def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self.device.type == "cuda" and weight.shape[1] % 8 == 0 and self.dtype.itemsize == 2:
+            from kernels.cuda_linear import OneRowLinear
+
+            return HybridLinear(OneRowLinear(weight, bias), DenseLinear(weight, bias), 1)
         return PackedLinear(weight, bias) if self._packs else DenseLinear(weight, bias)
 
     @property
