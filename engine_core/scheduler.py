@@ -255,26 +255,26 @@ class Scheduler:
             self.residency.preempt(victim_of_growth(decoding[0], self.running, self.policy, self.now, True))
 
     def _swap_needlessly(self) -> None:
-        """At every n-th step, swap out the decoding request that has been in for longest."""
-        decoding = [request for request in self.running if request.is_decoding]
+        """At every n-th step, swap out the decoding request that has been in for longest and has got something done."""
+        decoding = [r for r in self.running if r.is_decoding and r.reached > r.mark]
         if decoding and self.step >= self._last_forced + self.policy.swap_every:
             self._last_forced = self.step
             self.residency.swap_out(min(decoding, key=lambda request: request.paused_at))
 
     def _plan_decodes(self) -> list[Row]:
-        rows = []
-        for request in list(self.running):
-            if request.is_decoding and not request.is_complete and self._grow(request):
-                rows.append(self._row(request, 1))
-        return rows
+        unfinished = [request for request in self.running if not request.is_complete]
+        grown = [request for request in unfinished if request.is_decoding and self._grow(request)]
+        return [self._row(request, 1) for request in grown if request.is_decoding]  # a later one may have displaced it
 
     def _grow(self, request: Request) -> bool:
         """Make sure of a place for the next token, preempting others; False if it has to wait, or was hit itself."""
         while request.is_decoding and len(request.table) * self.capacity.block_size <= request.computed:
+            if not self.pool.available and not self.pool.coming:
+                self.pool.save_cached(1)
             if self.pool.available:
                 request.table += self.pool.allocate(1)
                 request.blocks.append(request.table[-1].device)
-            elif self.pool.coming or self.pool.save_cached(1):
+            elif self.pool.coming:
                 return False
             else:
                 takes_turns = self.residency.swaps
