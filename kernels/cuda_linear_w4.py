@@ -16,7 +16,11 @@ from kernels.launcher import kernel, shared_bytes, tensor_map
 from kernels.w4_packed import DTYPES, GROUPS, PackedW4, macros
 
 FEW = {8: (1, 4), 16: (2, 4), 32: (4, 4)}  # most tokens of a block: token tiles of 8, stages
-HOPPER = {32: 4, 64: 4, 128: 3, 256: 2}  # tokens of a tile: warpgroups of 64 outputs
+# Tokens of a tile: warpgroups of 64 outputs each, and sets of them that share the input features out.
+HOPPER = {32: (4, 1), 64: (3, 1), 128: (3, 1), 256: (2, 1)}
+HOPPER_SMALL = {32: (1, 4), 64: (1, 4), 128: (1, 2), 256: (2, 1)}  # for few outputs
+# Beyond, a dense product with the dequantised weight is faster: measured on an H200; a guess for other GPUs.
+_MOST_HOPPER_TOKENS, _MOST_FEW_TOKENS = 1024, 64
 _MOST_COUNTERS = 8192
 
 
@@ -25,9 +29,10 @@ def few_variant(base: tuple[tuple[str, int], ...], shape: tuple[int, int]) -> Va
     return Variant("w4_matmul.cu", (*base, *zip(("TOKEN_TILES", "STAGES"), shape, strict=True)))
 
 
-def hopper_variant(base: tuple[tuple[str, int], ...], tokens: int, warpgroups: int) -> Variant:
-    """The kernel for more tokens on Hopper."""
-    return Variant("w4_matmul_sm90.cu", (*base, ("TOKENS", tokens), ("WARPGROUPS", warpgroups)), "sm_90a")
+def hopper_variant(base: tuple[tuple[str, int], ...], tokens: int, groups: tuple[int, int]) -> Variant:
+    """The kernel for more tokens on Hopper; groups as in HOPPER."""
+    own = ("TOKENS", tokens), ("ROW_GROUPS", groups[0]), ("K_GROUPS", groups[1])
+    return Variant("w4_matmul_sm90.cu", (*base, *own), "sm_90a")
 
 
 def all_variants() -> list[Variant]:
@@ -37,7 +42,7 @@ def all_variants() -> list[Variant]:
         for base in (macros(dtype, group, zeros) for group in GROUPS for zeros in (False, True)):
             found += [Variant(file, base) for file in ("w4_repack.cu", "w4_dequantize.cu")]
             found += [few_variant(base, shape) for shape in FEW.values()]
-            found += [hopper_variant(base, *shape) for shape in HOPPER.items()]
+            found += [hopper_variant(base, *shape) for shape in {*HOPPER.items(), *HOPPER_SMALL.items()}]
     return found
 
 
@@ -96,13 +101,13 @@ class W4Linear:
         """X `[n, in]` in the weight's dtype to `[n, out]`; rows of x may be apart."""
         x = self._checked(x)
         tokens = len(x)
-        if tokens <= 16 or (tokens <= 32 and not self._gpu.has_wgmma):
+        if not tokens:
+            return torch.empty((0, self.weight.out_features), dtype=x.dtype, device=x.device)
+        if tokens <= 16:
             return self.few(x)
-        if self._gpu.has_wgmma and tokens <= 1024:
+        if self._gpu.has_wgmma and tokens <= _MOST_HOPPER_TOKENS:
             return self.hopper(x)
-        if tokens <= 64:
-            return self.few(x)
-        return self.dense(x)
+        return self.few(x) if tokens <= _MOST_FEW_TOKENS else self.dense(x)
 
     def _checked(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -120,6 +125,8 @@ class W4Linear:
                 f"{weight.in_features}], rows a multiple of 16 bytes apart, aligned so, on {weight.codes.device}"
             )
         return x if weight.order is None else x.index_select(1, weight.order)
+
+    # The three ways below take features in the order of the weight's columns.
 
     def few(self, x: Tensor, shape: tuple[int, int] | None = None, splits: int = 0, blocks: int = 0) -> Tensor:
         """By mma.sync, weights streamed: for few tokens."""
@@ -158,21 +165,26 @@ class W4Linear:
         )
         return out
 
-    def hopper(self, x: Tensor, tile: tuple[int, int] | None = None, blocks: int = 0) -> Tensor:
+    def hopper(self, x: Tensor, tile: tuple[int, tuple[int, int]] | None = None, blocks: int = 0) -> Tensor:
         """By wgmma: for tens to hundreds of tokens."""
         weight, tokens = self.weight, len(x)
-        most = next((most for most in HOPPER if tokens <= most), max(HOPPER))
-        tile_tokens, warpgroups = tile or (most, HOPPER[most])
-        stage = tile_tokens * 256 + warpgroups * 2 * (2048 + weight.records.stride(0) * 2 // weight.units)
-        shared = 1024 + min(8, 224 * 1024 // (-(-stage // 1024) * 1024)) * -(-stage // 1024) * 1024
-        row_blocks, token_blocks = -(-weight.out_features // (64 * warpgroups)), -(-tokens // tile_tokens)
+        if tile is None:
+            most = next((most for most in HOPPER if tokens <= most), max(HOPPER))
+            is_small = weight.out_features <= 128 * self._gpu.multiprocessors
+            tile = most, (HOPPER_SMALL if is_small else HOPPER)[most]
+        tile_tokens, (row_groups, k_groups) = tile
+        threads, sums = row_groups * k_groups * 128, (k_groups - 1) * tile_tokens * row_groups * 256
+        stage = tile_tokens * 256 + row_groups * 2 * (2048 + weight.records.stride(0) * 2 // weight.units)
+        stage = -(-stage // 1024) * 1024
+        shared = 1024 + min(12, (224 * 1024 - sums) // stage) * stage + sums
+        row_blocks, token_blocks = -(-weight.out_features // (64 * row_groups)), -(-tokens // tile_tokens)
         blocks = blocks or min(self._gpu.multiprocessors, row_blocks * token_blocks * weight.units // 2)
         wide = -(-weight.out_features // 2) * 2  # two outputs are stored at once
         out = torch.empty((tokens, wide), dtype=x.dtype, device=x.device)
-        size = blocks * 2 * tile_tokens * warpgroups * 64
+        size = blocks * 2 * tile_tokens * row_groups * 64
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        variant = hopper_variant(weight.macros, tile_tokens, warpgroups)
-        kernel(variant, "128s6Pqf6i44x", warpgroups * 128 + 128, x.device.index, shared)(
+        variant = hopper_variant(weight.macros, *tile)
+        kernel(variant, "128s6Pqf6i44x", threads + 128, x.device.index, shared)(
             (blocks, 1, 1),
             tensor_map(x, tile_tokens, 64),
             weight.codes.data_ptr(),

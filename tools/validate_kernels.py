@@ -12,7 +12,10 @@ import torch
 from kernels.compiler import build
 from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV
 from kernels.cuda_layout import all_variants, plain_layout
+from kernels.cuda_linear_w4 import W4Linear
 from kernels.launcher import driver_version, probe
+from kernels.w4_format import W4Weight
+from kernels.w4_packed import pack
 from tools.environment import describe
 from tools.kv_cases import Case, compare, decode, make_case, reference, rows_of
 
@@ -78,6 +81,28 @@ def write_rows() -> Iterator[dict[str, Any]]:
             yield {"op": f"write {part}", "dtype": str(dtype)[6:], "k": k, "v": v} | error
 
 
+def linear_rows() -> Iterator[dict[str, Any]]:
+    """Linear layers with 4-bit weights, against float64 on the dequantised weight."""
+    rows, columns = 4608, 3584
+    for dtype in (torch.float16, torch.bfloat16):
+        for group, zeros in ((32, True), (64, False), (128, False), (128, True), (columns, True)):
+            shape = rows, columns // group
+            weight = W4Weight(
+                torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=DEVICE),
+                (torch.rand(shape, device=DEVICE) * 0.01 + 0.002).half(),
+                torch.randint(0, 16, shape, dtype=torch.uint8, device=DEVICE) if zeros else None,
+                torch.randperm(columns, device=DEVICE).int(),
+                group,
+            )
+            linear, exact = W4Linear(pack(weight, dtype)), weight.dequantize(torch.float64)
+            for tokens in (1, 16, 32, 64, 200, 1500):
+                x = torch.randn(tokens, columns, device=DEVICE).to(dtype)
+                torch.empty(tokens * rows * 8, device=DEVICE).fill_(float("nan"))  # what comes next from the allocator
+                error = compare(linear(x), x.double() @ exact.T)
+                kind = f"g{'row' if group == columns else group}{' zeros' if zeros else ''}"
+                yield {"op": "linear W4", "dtype": str(dtype)[6:], "k": kind, "v": "", "queries": tokens} | error
+
+
 def compile_all() -> int:
     """Compile every variant for every architecture; returns how many spill."""
     jobs = [(unit, target) for unit in all_variants() for target in ("sm_80", "sm_86", "sm_89", "sm_90")]
@@ -100,7 +125,7 @@ def main() -> int:
     probe(0)
     torch.manual_seed(0)
     rows = []
-    for row in (*attention_rows(), *write_rows()):
+    for row in (*attention_rows(), *write_rows(), *linear_rows()):
         # What is written differs from the original by the format's own rounding: no limit but a finite one.
         row["passed"] = row["cosine"] >= (0.99 if row["op"].startswith("write") else LEAST_COSINE)
         rows.append(row)

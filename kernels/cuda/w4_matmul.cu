@@ -40,12 +40,23 @@ DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool firs
     else FIRST("f16");
 }
 
+#ifndef SHIFT
+#define SHIFT 0
+#endif
 // offset + code as a fragment: 128 + code, or 1024 + code in row g and 1024 + 16 code in row g + 8.
 DEVICE void widen_codes(u32 (&a)[4], u32 w) {
+    u32 s4 = w >> 4, s8 = w >> 8, s12 = w >> 12;
+    if (SHIFT && IS_BF16) {
+        u32 f4, f12;
+        asm volatile("mov.u32 %0, 0x10000000;" : "=r"(f4));
+        asm volatile("mov.u32 %0, 0x100000;" : "=r"(f12));
+        asm("mul.hi.u32 %0, %1, %2;" : "=r"(s4) : "r"(w), "r"(f4));
+        if (SHIFT == 2) asm("mul.hi.u32 %0, %1, %2;" : "=r"(s12) : "r"(w), "r"(f12));
+    }
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        a[i] = IS_BF16 ? pick(w >> 4 * i, 0x000f000fu, 0x43004300u)
-                       : pick(i < 2 ? w : w >> 8, i % 2 ? 0x00f000f0u : 0x000f000fu, 0x64006400u);
+        a[i] = IS_BF16 ? pick(i == 0 ? w : i == 1 ? s4 : i == 2 ? s8 : s12, 0x000f000fu, 0x43004300u)
+                       : pick(i < 2 ? w : s8, i % 2 ? 0x00f000f0u : 0x000f000fu, 0x64006400u);
 }
 
 // -(offset + zero point) of rows g and g + 8 as a fragment.
@@ -79,16 +90,6 @@ struct Run {
     }
 };
 
-// A lane's codes of one group of a unit.
-DEVICE void load_words(u32 (&words)[4], u32 at, int group) {
-    if (PER == 2) {
-        words[0] = load_shared(at + group * 8), words[1] = load_shared(at + group * 8 + 4);
-    } else {
-        const Words4 v = load_shared4(at);
-        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-    }
-}
-
 typedef float Sums[2][TOKEN_TILES][4];
 
 // acc += one unit of features. `x`: this lane's rows for ldmatrix.
@@ -97,19 +98,24 @@ DEVICE void add_unit(Sums& acc, u32 slot, const u32 (&x)[TOKEN_TILES]) {
     u32 b[TOKEN_TILES][8];
 #pragma unroll
     for (int j = 0; j < TOKEN_TILES; j++) load_matrices(b[j], x[j]), load_matrices(b[j] + 4, x[j] + 64);
+    Words4 codes[2];
 #pragma unroll
-    for (int group = 0; group < PER; group++) {
+    for (int r = 0; r < 2; r++) codes[r] = load_shared4(slot + r * TILE_BYTES + lane * 16);
+    // Chains of products that depend on each other: two even of one group where registers allow it.
+    constexpr int CHAINS = TOKEN_TILES == 1 ? 2 : PER, STEPS = 4 / CHAINS;
+#pragma unroll
+    for (int chain = 0; chain < CHAINS; chain++) {
+        const u32 group = (PER == 2 ? chain : 0) * (RECORD / PER);
         Sums part;
 #pragma unroll
         for (int r = 0; r < (ZEROS ? 2 : 1); r++) {
             u32 a[4];
-            const u32 record = slot + PAIR + (r * 8 + (lane >> 2)) * RECORD + group * (RECORD / PER);
-            widen_zeros(a, ZEROS ? zero_of(load_shared(record + 4)) : symmetric());
+            widen_zeros(a, ZEROS ? zero_of(load_shared(slot + PAIR + (r * 8 + (lane >> 2)) * RECORD + group + 4)) : symmetric());
 #pragma unroll
-            for (int s = 0; s < 4 / PER; s++)
+            for (int s = 0; s < STEPS; s++)
 #pragma unroll
                 for (int j = 0; j < TOKEN_TILES; j++) {
-                    const u32* k = b[j] + (group * 4 / PER + s) * 2;
+                    const u32* k = b[j] + (chain * STEPS + s) * 2;
                     multiply(part[r][j], a, k[0], k[1], s == 0);
                 }
         }
@@ -120,18 +126,16 @@ DEVICE void add_unit(Sums& acc, u32 slot, const u32 (&x)[TOKEN_TILES]) {
                 for (int i = 0; i < 4; i++) part[1][j][i] = part[0][j][i];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const u32 record = slot + PAIR + (r * 8 + (lane >> 2)) * RECORD + group * (RECORD / PER);
-            u32 words[4];
-            load_words(words, slot + r * TILE_BYTES + lane * 16, group);
-            const u32 scales = load_shared(record);
+            const u32 words[4] = {codes[r].x, codes[r].y, codes[r].z, codes[r].w};
+            const u32 scales = load_shared(slot + PAIR + (r * 8 + (lane >> 2)) * RECORD + group);
             const float g = f16_to_float((u16)scales), g8 = f16_to_float((u16)(scales >> 16)) * (IS_BF16 ? 1.0f : 0.0625f);
 #pragma unroll
-            for (int s = 0; s < 4 / PER; s++) {
+            for (int s = 0; s < STEPS; s++) {
                 u32 a[4];
-                widen_codes(a, words[s]);
+                widen_codes(a, words[chain * STEPS + s]);
 #pragma unroll
                 for (int j = 0; j < TOKEN_TILES; j++) {
-                    const u32* k = b[j] + (group * 4 / PER + s) * 2;
+                    const u32* k = b[j] + (chain * STEPS + s) * 2;
                     multiply(part[r][j], a, k[0], k[1], false);
                 }
             }
@@ -229,16 +233,17 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) w4_matmul(const __
     extern __shared__ __align__(128) u8 shared[];
     __shared__ int begins[MOST_THREADS / 32 + 1];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const int first = (i64)p.pairs * blockIdx.x / gridDim.x, last = (i64)p.pairs * (blockIdx.x + 1) / gridDim.x;
-    const int slice0 = p.units * blockIdx.y / gridDim.y, slice_end = p.units * (blockIdx.y + 1) / gridDim.y;
+    const int first = (u32)p.pairs * blockIdx.x / gridDim.x, last = (u32)p.pairs * (blockIdx.x + 1) / gridDim.x;
+    const int slice0 = gridDim.y == 1 ? 0 : (u32)p.units * blockIdx.y / gridDim.y;
+    const int slice_end = gridDim.y == 1 ? p.units : (u32)p.units * (blockIdx.y + 1) / gridDim.y;
     const int slice = slice_end - slice0, all = (last - first) * slice;
     const int token0 = blockIdx.z * TOKENS, tokens = min(TOKENS, p.tokens - token0), pitch = slice * UNIT * 2 + 16;
     // Shared memory: each warp's ring, which at the end takes its sums of its last pair; those of its first; x.
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     const u32 x = base + warps * (STAGES * SLOT + HEAD);
     start_x(p, x, pitch, slice0, slice, token0, tokens);
-    const int begin = all * warp / warps, end = all * (warp + 1) / warps;
-    int pair = first + begin / slice, unit = slice0 + begin % slice;
+    const int begin = (u32)(all * warp) / warps, end = (u32)(all * (warp + 1)) / warps, whole = (u32)begin / slice;
+    int pair = first + whole, unit = slice0 + begin - whole * slice;
     Run run = {p.codes + codes_at(2 * pair, 0, p.units) + lane * 16, p.records + records_at(2 * pair, 0, p.units) + lane * RECORD,
                base + warp * STAGES * SLOT, base + warp * STAGES * SLOT, unit, end - begin};
 #pragma unroll 1
@@ -267,14 +272,14 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) w4_matmul(const __
             add_unit(acc, slot, columns);
             slot = slot == run.slots + (STAGES - 1) * SLOT ? run.slots : slot + SLOT;
         }
-        const bool whole = !cut && stop == slice_end;
+        const bool is_whole = !cut && stop == slice_end;
         Float4* to = cut ? head + warp * (HEAD / 16) : (Float4*)(shared + warp * STAGES * SLOT);
-        if (!whole && !cut) wait_copies<0>(), __syncwarp();
+        if (!is_whole && !cut) wait_copies<0>(), __syncwarp();
 #pragma unroll
         for (int i = 0; i < 2 * TOKEN_TILES; i++) {
             const float(&v)[4] = acc[i / TOKEN_TILES][i % TOKEN_TILES];
             const Float4 f = {v[0], v[1], v[2], v[3]};
-            if (whole) store_fragment(p, pair, i, f);
+            if (is_whole) store_fragment(p, pair, i, f);
             else to[i * 32 + lane] = f;
         }
         cut = false;

@@ -1,10 +1,11 @@
 // y = x W^T (+ bias) for 4-bit weights and tens to hundreds of tokens, with Hopper's warpgroup matrix instructions.
 //
 // Weights are the operand in registers: each warp dequantises its 16 outputs of a unit while the tensor cores work on the
-// unit before. One more warpgroup, which leaves them its registers, has everything copied ahead, a stage per step of two units. The blocks share all (tile, step)
+// unit before. For small matrices, K_GROUPS sets of warpgroups take the steps of the same outputs in turn. One more warpgroup, which leaves them its registers, has everything copied ahead, a stage per step of two units. The blocks share all (tile, step)
 // pairs out evenly; a tile that several work on is added up by the last of them, always in the same order.
 //
-// Macros: IS_BF16; GROUP; ZEROS; TOKENS (of a tile: 32, 64, 128 or 256); WARPGROUPS (64 outputs each). For sm_90a only.
+// Macros: IS_BF16; GROUP; ZEROS; TOKENS (of a tile: 32, 64, 128 or 256); ROW_GROUPS (warpgroups, of 64 outputs each);
+// K_GROUPS. For sm_90a only.
 #include "w4.cuh"
 
 struct __align__(64) TensorMap { u64 opaque[16]; };
@@ -15,20 +16,22 @@ struct Params {
     const u8* records;
     const u16* bias;    // [outs], or null
     u16* out;           // [tokens, outs], outs even, rows an even number apart
-    Float4* partial;    // [grid, 2, TOKENS / 8, THREADS]
-    u32* finished;      // [grid, WARPS] zeros; left as zeros
+    Float4* partial;    // [grid, 2, TOKENS / 8, ROW_THREADS]
+    u32* finished;      // [grid, ROW_WARPS] zeros; left as zeros
     i64 out_stride;     // elements
     float factor;       // of all scales
     int tokens, outs, steps, row_pairs, row_blocks, token_blocks;
 };
 
-constexpr int THREADS = WARPGROUPS * 128, WARPS = WARPGROUPS * 4, PAIRS = WARPGROUPS * 2, ACC = TOKENS / 8;
+constexpr int ROW_WARPS = ROW_GROUPS * 4, ROW_THREADS = ROW_GROUPS * 128, PAIRS = ROW_GROUPS * 2, ACC = TOKENS / 8;
+constexpr int THREADS = K_GROUPS * ROW_THREADS;
 constexpr int ALL = THREADS + 128, COPIER_REGISTERS = 32;
 constexpr int SHARE = (65536 / ALL / 8 * 8 * ALL - 128 * COPIER_REGISTERS) / THREADS / 8 * 8;
 constexpr int REGISTERS = SHARE < 240 ? SHARE : 240;  // of those who work
 constexpr int CODES = 4 * TILE_BYTES, RECORDS = 2 / SPAN * 16 * RECORD;  // bytes of a pair of row tiles, a step
 constexpr int X = 2 * TOKENS * 128, STAGE = (X + PAIRS * (CODES + RECORDS) + 1023) / 1024 * 1024;
-constexpr int FIT = 224 * 1024 / STAGE, STAGES = FIT < 8 ? FIT : 8;
+constexpr int SUMS = (K_GROUPS - 1) * ACC * ROW_THREADS * 16;  // bytes
+constexpr int FIT = (224 * 1024 - SUMS) / STAGE, STAGES = FIT < 12 ? FIT : 12;
 
 // -- barriers and copies ---------------------------------------------------------------------------------------------
 
@@ -111,8 +114,8 @@ struct Pipe {
     u32 stages, full, empty;  // addresses
     u32 stage = 0, phase = 0;
 
-    DEVICE void advance() {
-        if (++stage == STAGES) stage = 0, phase ^= 1;
+    DEVICE void advance(int steps) {
+        if ((stage += steps) >= STAGES) stage -= STAGES, phase ^= 1;
     }
 };
 
@@ -142,7 +145,7 @@ DEVICE void copy_ahead(const Params& p, Pipe pipe) {
             copy_bulk(to + X + k * CODES, p.codes + at * CODES, CODES, full);
             copy_bulk(to + X + PAIRS * CODES + k * RECORDS, p.records + at * RECORDS, RECORDS, full);
         }
-        pipe.advance();
+        pipe.advance(1);
         if (++step == p.steps) {
             step = 0;
             if (++token_block == p.token_blocks) token_block = 0, row_block++;
@@ -189,19 +192,20 @@ DEVICE int block_of(const Params& p, int pair) {
 
 DEVICE void store(const Params& p, const float (&acc)[ACC][4], int tile) {
     const int lane = threadIdx.x & 31, row_block = tile / p.token_blocks, token_block = tile - row_block * p.token_blocks;
-    const int row0 = (row_block * WARPS + (int)(threadIdx.x >> 5)) * 16;
+    const int row0 = (row_block * ROW_WARPS + (int)(threadIdx.x >> 5)) * 16;
     float bias[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 2; i++)
         if (p.bias && row0 + (lane >> 2) + i * 8 < p.outs) bias[i] = widen<IS_BF16>(p.bias[row0 + (lane >> 2) + i * 8]);
+    const int token0 = token_block * TOKENS + (lane >> 2), row = row0 + (lane & 3) * 2;
+    u16* to = p.out + token0 * p.out_stride + row;
 #pragma unroll
-    for (int j = 0; j < ACC; j++)
+    for (int j = 0; j < ACC; j++, to += 8 * p.out_stride)
 #pragma unroll
         for (int i = 0; i < 2; i++) {  // transposed, a lane has two outputs of one token
             const u32 both = transpose_8x8(
                 pack<IS_BF16>(acc[j][2 * i] * p.factor + bias[i], acc[j][2 * i + 1] * p.factor + bias[i]));
-            const int token = token_block * TOKENS + j * 8 + (lane >> 2), row = row0 + i * 8 + (lane & 3) * 2;
-            if (token < p.tokens && row < p.outs) *(u32*)(p.out + token * p.out_stride + row) = both;
+            if (token0 + j * 8 < p.tokens && row + i * 8 < p.outs) *(u32*)(to + i * 8) = both;
         }
 }
 
@@ -210,15 +214,15 @@ DEVICE void store(const Params& p, const float (&acc)[ACC][4], int tile) {
 DEVICE bool merge(const Params& p, float (&acc)[ACC][4], int tile, bool second) {
     const int low = block_of(p, tile * p.steps), others = block_of(p, (tile + 1) * p.steps - 1) - low;
     // A block has the beginning of one such tile at most.
-    u32* const finished = &p.finished[low * WARPS + (threadIdx.x >> 5)];
+    u32* const finished = &p.finished[low * ROW_WARPS + (threadIdx.x >> 5)];
     const bool leads = (threadIdx.x & 31) == 0;
     u32 count = 0;
     if (others == 1 && leads) asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(count) : "l"(finished) : "memory");
     const bool is_second = __shfl_sync(FULL_WARP, count, 0);  // of two: what it has need not be written
     if (!is_second) {
-        Float4* mine = p.partial + ((i64)blockIdx.x * 2 + second) * ACC * THREADS + threadIdx.x;
+        Float4* mine = p.partial + ((i64)blockIdx.x * 2 + second) * ACC * ROW_THREADS + threadIdx.x;
 #pragma unroll
-        for (int j = 0; j < ACC; j++) mine[j * THREADS] = {acc[j][0], acc[j][1], acc[j][2], acc[j][3]};
+        for (int j = 0; j < ACC; j++) mine[j * ROW_THREADS] = {acc[j][0], acc[j][1], acc[j][2], acc[j][3]};
         __threadfence();
         __syncwarp();
     }
@@ -231,44 +235,67 @@ DEVICE bool merge(const Params& p, float (&acc)[ACC][4], int tile, bool second) 
     for (int block = low; block <= low + others; block++) {
         if (is_second && block == blockIdx.x) continue;
         const bool other = begin_of(p, block) < tile * p.steps;
-        const Float4* part = p.partial + ((i64)block * 2 + other) * ACC * THREADS + threadIdx.x;
+        const Float4* part = p.partial + ((i64)block * 2 + other) * ACC * ROW_THREADS + threadIdx.x;
 #pragma unroll
         for (int j = 0; j < ACC; j++) {
-            const Float4 v = load_l2(part + j * THREADS);
+            const Float4 v = load_l2(part + j * ROW_THREADS);
             acc[j][0] += v.x, acc[j][1] += v.y, acc[j][2] += v.z, acc[j][3] += v.w;
         }
     }
     return true;
 }
 
-DEVICE void work(const Params& p, Pipe pipe) {
+DEVICE void synchronize() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // those who work
+
+// The first set's sums become those of all sets.
+DEVICE void add_sets(float (&acc)[ACC][4], Float4* sums, int set) {
+    if (set)
+#pragma unroll
+        for (int j = 0; j < ACC; j++)
+            sums[((set - 1) * ACC + j) * ROW_THREADS + threadIdx.x % ROW_THREADS] = {acc[j][0], acc[j][1], acc[j][2], acc[j][3]};
+    synchronize();
+    if (!set)
+#pragma unroll
+        for (int i = 0; i < (K_GROUPS - 1) * ACC; i++) {
+            const Float4 v = sums[i * ROW_THREADS + threadIdx.x];
+            float* to = acc[i % ACC];
+            to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
+        }
+    synchronize();
+}
+
+DEVICE void work(const Params& p, Pipe pipe, Float4* sums) {
     const int begin = begin_of(p, blockIdx.x), end = begin_of(p, blockIdx.x + 1);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) % ROW_WARPS, set = threadIdx.x / ROW_THREADS;
     const u32 codes = X + (warp >> 1) * CODES + (warp & 1) * TILE_BYTES + lane * 16;
     const u32 records = X + PAIRS * CODES + (warp >> 1) * RECORDS + ((warp & 1) * 8 + (lane >> 2)) * RECORD;
     u32 a[2][4][4];
     float acc[ACC][4];
+    pipe.advance(set);
+    int at = begin + set;  // every K_GROUPS-th step
 #pragma unroll 1
-    for (int at = begin; at < end;) {
-        const int tile = at / p.steps, start = at, stop = min(end, (tile + 1) * p.steps);
+    for (int start = begin; start < end;) {
+        const int tile = start / p.steps, stop = min(end, (tile + 1) * p.steps);
 #pragma unroll
         for (int j = 0; j < ACC; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0;
         u32 before = 0;  // barrier of the stage that is still in use
 #pragma unroll 1
-        for (; at < stop; at++) {
+        for (; at < stop; at += K_GROUPS) {
             const u32 stage = pipe.stages + pipe.stage * STAGE;
             wait_barrier(pipe.full + pipe.stage * 8, pipe.phase);
             add_unit(acc, a[0], stage + codes, stage + records, stage);
             if (before && lane == 0) arrive(before);
             add_unit(acc, a[1], stage + codes + 2 * TILE_BYTES, stage + records + (2 / SPAN - 1) * 16 * RECORD, stage + X / 2);
             before = pipe.empty + pipe.stage * 8;
-            pipe.advance();
+            pipe.advance(K_GROUPS);
         }
         matrix_wait<0>();
         pin(acc);
-        if (lane == 0) arrive(before);
+        if (before && lane == 0) arrive(before);
+        if (K_GROUPS > 1) add_sets(acc, sums, set);
         const bool whole = start == tile * p.steps && stop == start + p.steps;
-        if (whole || merge(p, acc, tile, begin < tile * p.steps)) store(p, acc, tile);
+        if (!set && (whole || merge(p, acc, tile, begin < tile * p.steps))) store(p, acc, tile);
+        start = stop;
     }
 }
 
@@ -279,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) w4_matmul_sm90(const __grid
     pipe.stages = (u32)__cvta_generic_to_shared(shared) + 1023 & ~1023u;
     pipe.full = (u32)__cvta_generic_to_shared(barriers), pipe.empty = pipe.full + STAGES * 8;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) init_barrier(pipe.full + i * 8, 1), init_barrier(pipe.empty + i * 8, WARPS);
+        for (int i = 0; i < STAGES; i++) init_barrier(pipe.full + i * 8, 1), init_barrier(pipe.empty + i * 8, ROW_WARPS);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
     }
     __syncthreads();
@@ -288,6 +315,6 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) w4_matmul_sm90(const __grid
         if ((threadIdx.x & 31) == 0) copy_ahead(p, pipe);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-        work(p, pipe);
+        work(p, pipe, (Float4*)(shared + (pipe.stages - (u32)__cvta_generic_to_shared(shared)) + STAGES * STAGE));
     }
 }
