@@ -67,18 +67,18 @@ class CudaRunner:
         device, rows, self._block_size = decoder.embedding.device, config.max_running, config.block_size
         blocks = -(-memory.max_context // config.block_size)
         self.inputs = StepInputs(rows, rows + config.prefill_chunk_tokens, blocks, config.block_size, device)
-        self._sampler = CudaSampler(self.vocab_size, decoder.dtype, self.inputs, self.eos_token_ids)
+        self.sampler = CudaSampler(self.vocab_size, decoder.dtype, self.inputs, self.eos_token_ids)
         self._sampled_at: dict[int, int] = {}  # by request: where the last step left its token
         self._results = [torch.zeros(rows, dtype=torch.int64, pin_memory=True) for _ in range(_RESULTS)]
         self._step = 0
         self.host_pool: HostPool | None = None
-        self._graphs: dict[int, DecodeGraph] = {}
+        self.graphs: dict[int, DecodeGraph] = {}
         self._chunk = min(config.prefill_chunk_tokens, memory.max_context)
         self.use_pool(1 + self._chunk // config.block_size)
 
     def use_pool(self, num_blocks: int) -> None:
         """Allocate a pool in place of the one before it; its graphs are gone."""
-        self._graphs.clear()
+        self.graphs.clear()
         self.pool = torch.empty(0, dtype=torch.uint8)  # the old one goes first
         shape = num_blocks, self.layout.image_bytes
         self.pool = torch.empty(shape, dtype=torch.uint8, device=self.decoder.embedding.device)
@@ -106,20 +106,20 @@ class CudaRunner:
         rows = [row for row in (*plan.decodes, *plan.prefills) if row.samples]
         decodes, bucket = len(plan.decodes), 0
         if not plan.prefills:
-            bucket = next((size for size in self._graphs if size >= decodes), 0)
+            bucket = next((size for size in self.graphs if size >= decodes), 0)
         self.inputs.upload(plan, self._sampled_at, bucket)
         hidden: Tensor | None = None
         if bucket:
-            self._graphs[bucket].graph.replay()
-            logits = self._graphs[bucket].logits[:decodes]
+            self.graphs[bucket].graph.replay()
+            logits = self.graphs[bucket].logits[:decodes]
         else:
             hidden = self._run(decodes, plan.prefills, plan.num_tokens)
             logits = self.decoder.head(hidden[self.inputs.ends[: len(rows)]]) if rows else hidden
-        logprobs = self._sampler.launch(self._soften(logits), rows) if rows else None
+        logprobs = self.sampler.launch(self._soften(logits), rows) if rows else None
         self._sampled_at = {row.request_id: place for place, row in enumerate(rows)}
         self._step += 1
         tokens = self._results[self._step % _RESULTS][: len(rows)]
-        tokens.copy_(self._sampler.sampled[: len(rows)], non_blocking=True)
+        tokens.copy_(self.sampler.sampled[: len(rows)], non_blocking=True)
         step = CudaStep(tokens, logprobs)
         if hidden is not None:
             self._add_prompt_logprobs(step, plan, hidden)
@@ -135,7 +135,7 @@ class CudaRunner:
         """Put tokens that the last step sampled where this one reads them."""
         if decodes:
             feed, tokens = self.inputs.feed[:decodes], self.inputs.tokens[:decodes]
-            torch.where(feed >= 0, self._sampler.sampled[feed.clamp(min=0)], tokens, out=tokens)
+            torch.where(feed >= 0, self.sampler.sampled[feed.clamp(min=0)], tokens, out=tokens)
 
     def _soften(self, logits: Tensor) -> Tensor:
         cap = self.model_config.logit_softcap
@@ -148,7 +148,7 @@ class CudaRunner:
             if wants_prompt_logprobs(row) and following:
                 logits = self._soften(self.decoder.head(hidden[at : at + len(following)]))[:, : self.vocab_size]
                 tokens = torch.tensor(following, device=hidden.device)
-                columns = self._sampler.top(logits.float(), tokens, row.sampling.prompt_logprobs)
+                columns = self.sampler.top(logits.float(), tokens, row.sampling.prompt_logprobs)
                 step.prompt_logprobs.append((row, following, columns))
             at += len(row.tokens)
 
@@ -180,7 +180,7 @@ class CudaRunner:
             with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
                 logits = self._decode(size)
             found[size] = DecodeGraph(graph, logits)
-        self._graphs = dict(sorted(found.items()))
+        self.graphs = dict(sorted(found.items()))
 
     def _decode(self, rows: int) -> Tensor:
         self._feed(rows)

@@ -146,6 +146,8 @@ def open_model(config: EngineConfig, device: torch.device, memory: tuple[int, in
     if weights is not None:
         model = _check_weights(model, weights)
     four_bit = any(map(weights.group_size, weights.shapes)) if weights is not None else model.quantization is not None
+    if device.type == "cuda" and path.is_file():
+        four_bit = False  # no kernel of ours knows GGUF's minima
     mode = resolve_weights(config.weights, dtype, device, four_bit)
     maker = LinearMaker(mode, dtype, device)
     if _weight_bytes(model, weights, maker) > min(free, config.gpu_memory or free) // 2:

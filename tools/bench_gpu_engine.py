@@ -230,6 +230,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cases", help="names with commas between; the default is all")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--prefill-chunk-tokens", type=int, default=EngineConfig(model="").prefill_chunk_tokens)
+    parser.add_argument("--max-pause", type=float, default=EngineConfig(model="").max_pause)
     parser.add_argument("--max-cpu-offload-mb", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=120.0, help="a case takes at most, beside its start")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
@@ -260,6 +262,8 @@ def run(options: argparse.Namespace) -> int:
         kv_cache_dtype=options.kv_cache_dtype,
         max_cpu_offload_mb=options.max_cpu_offload_mb,
         overlap=options.overlap,
+        max_pause=options.max_pause,
+        prefill_chunk_tokens=options.prefill_chunk_tokens,
     )
     figures: dict[str, Figures] = {}
     for name in options.cases:

@@ -11,9 +11,12 @@ import argparse
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -25,6 +28,17 @@ from tools.environment import describe
 from tools.local_engine import ROOT
 
 STEPS = 60
+SHOWN = ("step", "busy", "host", "upload", "replay", "sample")
+
+
+def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def wrapper(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        result = call(*arguments)
+        seconds.append(time.perf_counter() - started)
+        return result
+
+    return wrapper
 
 
 def make_plan(rows: int, context: int) -> StepPlan:
@@ -37,25 +51,28 @@ def make_plan(rows: int, context: int) -> StepPlan:
 def measure(runner: CudaRunner, rows: int, context: int) -> dict[str, Any]:
     plan = make_plan(rows, context)
     before = runner.launch(plan)
-    steps, host, upload = [], [], []
-    original = runner.inputs.upload
-
-    def timed(*arguments: Any) -> None:
-        started = time.perf_counter()
-        original(*arguments)
-        upload.append(time.perf_counter() - started)
-
-    runner.inputs.upload = timed  # type: ignore[method-assign]
-    last = time.perf_counter()
-    for _ in range(STEPS):
-        started = time.perf_counter()
-        following = runner.launch(plan)
-        host.append(time.perf_counter() - started)
+    steps, host = [], []
+    parts: dict[str, list[float]] = {}
+    size = next((size for size in runner.graphs if size >= rows), 0)
+    graph = runner.graphs[size].graph
+    with ExitStack() as patches:
+        for name, owner, method in (
+            ("upload", runner.inputs, "upload"),
+            ("replay", graph, "replay"),
+            ("sample", runner.sampler, "launch"),
+        ):
+            parts[name] = []
+            patches.enter_context(patch.object(owner, method, timed(getattr(owner, method), parts[name])))
+        last = time.perf_counter()
+        for _ in range(STEPS):
+            started = time.perf_counter()
+            following = runner.launch(plan)
+            host.append(time.perf_counter() - started)
+            before.tokens()
+            before, now = following, time.perf_counter()
+            steps.append(now - last)
+            last = now
         before.tokens()
-        before, now = following, time.perf_counter()
-        steps.append(now - last)
-        last = now
-    before.tokens()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             runner.launch(plan).tokens()
@@ -69,7 +86,7 @@ def measure(runner: CudaRunner, rows: int, context: int) -> dict[str, Any]:
     return {
         "step_us": median(steps) * 1e6,
         "host_us": median(host) * 1e6,
-        "upload_us": median(upload) * 1e6,
+        **{f"{name}_us": median(times) * 1e6 for name, times in parts.items()},
         "busy_us": sum(found[0] for found in kernels.values()),
         "kernels": [{"name": name, "us": us, "calls": calls / 5} for name, (us, calls) in top],
     }
@@ -96,7 +113,7 @@ def main() -> None:
     runner = load_cuda_runner(config, lambda done, total: None)
     found = {count: measure(runner, count, options.context) for count in rows}
     for count, figures in found.items():
-        shown = ", ".join(f"{name} {figures[f'{name}_us']:.0f} us" for name in ("step", "busy", "host", "upload"))
+        shown = ", ".join(f"{name} {figures[f'{name}_us']:.0f} us" for name in SHOWN)
         print(f"{count} rows: {shown}")
         for kernel in figures["kernels"][:14]:
             print(f"  {kernel['us']:8.1f} us {kernel['calls']:6.1f} x  {kernel['name'][:90]}")

@@ -49,6 +49,8 @@ class LinearMaker:
         if not self._keeps_4bit([_form(weights, name) for name in names]):
             return self._from_dense([weights.dense(name) for name in names], bias, None)
         parts = [weights.four_bit(name) for name in names]
+        if self._is_cuda:
+            return self._cuda_int4([part.packed for part in parts], bias)
         few = _int4(parts, bias)
         if not self.keep_dense:
             return few
@@ -60,21 +62,23 @@ class LinearMaker:
 
     def head(self, weight: Tensor) -> Linear:
         """The head `[vocab, hidden]`; its logits may be float32 whatever the dtype."""
-        if self.mode == "dense" or not Int8DynamicLinear.is_available():
+        if self.mode == "dense" or self._is_cuda or not Int8DynamicLinear.is_available():
             return self._from_dense([weight], None, None)
         few = Int8DynamicLinear(weight)
         return HybridLinear(few, self._dense(weight, None), _FEW_HEAD_ROWS) if self.keep_dense else few
 
     def head_bytes(self, shape: tuple[int, int], tied: bool) -> int:
         """Bytes of the head, beside the embedding if `tied`."""
-        is_embedding = tied and self.mode == "dense" and not self._packs
+        is_embedding = tied and (self.mode == "dense" or self._is_cuda) and not self._packs
         return 0 if is_embedding else self.linear_bytes([(shape, 0)])
 
     def linear_bytes(self, forms: Sequence[Form]) -> int:
         """Bytes of a layer of weights of these forms, without biases."""
         elements = sum(math.prod(shape) for shape, _ in forms)
         dense = elements * self.dtype.itemsize
-        if self.mode == "dense":
+        if self._is_cuda and self._keeps_4bit(forms):  # scale and zero, 16 bits each
+            return sum(math.prod(shape) // 2 + math.prod(shape) // size * 4 for shape, size in forms)
+        if self.mode == "dense" or self._is_cuda:
             return dense
         if self._keeps_4bit(forms):  # scale and zero, bfloat16
             few = sum(math.prod(shape) // 2 + math.prod(shape) // int4_group(shape, size) * 4 for shape, size in forms)
@@ -83,22 +87,46 @@ class LinearMaker:
         return few + (dense if self.keep_dense else 0)
 
     def _keeps_4bit(self, forms: Sequence[Form]) -> bool:
+        if self._is_cuda:
+            return self.mode == "int4" and all(size and size % 32 == 0 for _, size in forms)
         return self.mode == "int4" and all(int4_group(shape, size) for shape, size in forms)
 
     def _from_dense(self, parts: Sequence[Tensor], bias: Tensor | None, few: Linear | None) -> Linear:
         parts = [part.to(self.device, self.dtype) for part in parts]
         dense = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-        if self.mode == "dense":
+        if self.mode == "dense" or self._is_cuda:
             return self._dense(dense, bias)
         few = few or Int8Linear(dense, bias)
         return HybridLinear(few, self._dense(dense, bias), _FEW_ROWS) if self.keep_dense else few
 
     def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        if self.device.type == "cuda" and weight.shape[1] % 8 == 0 and self.dtype.itemsize == 2:
+        if self._is_cuda and weight.shape[1] % 8 == 0 and self.dtype.itemsize == 2:
             from kernels.cuda_linear import OneRowLinear
 
             return HybridLinear(OneRowLinear(weight, bias), DenseLinear(weight, bias), 1)
         return PackedLinear(weight, bias) if self._packs else DenseLinear(weight, bias)
+
+    def _cuda_int4(self, parts: Sequence[W4Weight], bias: Tensor | None) -> Linear:
+        from kernels.cuda_linear_w4 import W4Linear
+        from kernels.w4_packed import pack
+
+        first = parts[0]
+        if any(part.group_size != first.group_size or not _equal(part.order, first.order) for part in parts):
+            biases = [None] * len(parts) if bias is None else torch.split(bias, [part.shape[0] for part in parts])
+            return JoinedLinear([self._cuda_int4([part], own) for part, own in zip(parts, biases, strict=True)])
+        zeros = None if all(part.zeros is None for part in parts) else torch.cat([_zeros(part) for part in parts])
+        joined = W4Weight(
+            torch.cat([part.codes for part in parts]).to(self.device),
+            torch.cat([part.scales for part in parts]).to(self.device),
+            None if zeros is None else zeros.to(self.device),
+            None if first.order is None else first.order.to(self.device),
+            first.group_size,
+        )
+        return W4Linear(pack(joined, self.dtype), None if bias is None else bias.contiguous())
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
     @property
     def _packs(self) -> bool:
@@ -142,13 +170,14 @@ def resolve_weights(name: str, dtype: torch.dtype, device: torch.device, file_ha
 
     Raises StartupError for a form that the file or the dtype can't give.
     """
-    fits = dtype == torch.bfloat16 and device.type == "cpu"
+    on_cpu = dtype == torch.bfloat16 and device.type == "cpu"
+    takes_4bit = on_cpu or (device.type == "cuda" and dtype != torch.float32)
     if name == "auto":
-        return ("int4" if file_has_4bit else "int8") if fits else "dense"
-    if name != "dense" and not fits:
-        raise StartupError(f"--weights {name} needs --dtype bf16 on the CPU")
+        return "int4" if file_has_4bit and takes_4bit else "int8" if on_cpu else "dense"
+    if (name == "int8" and not on_cpu) or (name == "int4" and not takes_4bit):
+        raise StartupError(f"--weights {name} needs --dtype bf16 on the CPU" + " or a GPU" * (name == "int4"))
     if name == "int4" and not file_has_4bit:
         raise StartupError(
-            "--weights int4 needs a file with 4-bit weights: GPTQ, AWQ, compressed-tensors, Q4_0 or Q4_1"
+            "--weights int4 needs a file with 4-bit weights: GPTQ, AWQ, compressed-tensors, or on the CPU Q4_0 or Q4_1"
         )
     return name

@@ -138,8 +138,24 @@ def test_8_bit_kv_matches_the_cpu(oracle: Callable[[str], tuple[Path, Any]], kv:
     cpu = EngineConfig(model=str(folder), dtype="fp32", weights="dense", **sizes, **options)  # type: ignore[arg-type]
     ours, theirs = (Script(runner).run().found for runner in (make_runner(folder, **options), load_runner(cpu)))
     differences = [(a[2] - b[2]).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
-    assert sorted(differences)[len(differences) // 2] < 0.05, sorted(differences)
-    assert max(differences) < 0.3, sorted(differences)
+    middle, most = (0.05, 0.3) if kv == "int8" else (0.2, 0.8)  # codes of fp8 are up to an eighth apart
+    assert sorted(differences)[len(differences) // 2] < middle, sorted(differences)
+    assert max(differences) < most, sorted(differences)
+
+
+@pytest.mark.parametrize("zeros", [(), ("--asymmetric",)])
+def test_4_bit_weights_match_the_cpu(
+    oracle: Callable[[str], tuple[Path, Any]], tmp_path: Path, zeros: tuple[str, ...]
+) -> None:
+    from engine_core.model_runner import load_runner
+    from tools.quantize_w4 import main
+
+    folder, _ = oracle("qwen2")
+    target = tmp_path / "w4"
+    assert main([str(folder), str(target), "--group-size", "64", "--no-perplexity", *zeros]) == 0
+    cpu = EngineConfig(model=str(target), dtype="fp32", weights="dense", num_blocks=64, max_cache=256)
+    ours, theirs = (Script(runner).run().found for runner in (make_runner(target, weights="int4"), load_runner(cpu)))
+    assert max((a[2] - b[2]).abs().max().item() for a, b in zip(ours, theirs, strict=True)) < 0.06
 
 
 class Drive:
