@@ -10,8 +10,14 @@ from torch import Tensor
 
 from engine_core.plan import UNKNOWN, Row, StepPlan
 
+TOKEN_TILE = 64  # tokens of a mixed step are a multiple: cuBLAS looks for a kernel anew at each new shape
 _RING = 3  # uploads in flight at most; a buffer is written again only when its upload has passed
 _ALIGNMENT = 16
+
+
+def padded(tokens: int) -> int:
+    """The tokens of a step without a graph, idle ones included."""
+    return -(-tokens // TOKEN_TILE) * TOKEN_TILE
 
 
 class StepInputs:
@@ -25,7 +31,8 @@ class StepInputs:
     """
 
     def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, block_size: int, device: torch.device) -> None:
-        self.max_rows, self.max_tokens, self._block_size = max_rows, max_tokens, block_size
+        max_tokens = padded(max_tokens)
+        self.max_rows, self._block_size = max_rows, block_size
         by_token, by_row = (max_tokens,), (max_rows,)
         fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             **dict.fromkeys(("tokens", "positions", "slots"), (torch.int64, by_token)),
@@ -50,9 +57,10 @@ class StepInputs:
         self._device = torch.zeros(end, dtype=torch.uint8, device=device)
         for name, view in views(self._device).items():
             setattr(self, name, view)
-        self._pinned = [torch.zeros(end, dtype=torch.uint8, pin_memory=True) for _ in range(_RING)]
+        is_cuda = device.type == "cuda"
+        self._pinned = [torch.zeros(end, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(_RING)]
         self._views = [{name: view.numpy() for name, view in views(buffer).items()} for buffer in self._pinned]
-        self._passed = [torch.cuda.Event() for _ in range(_RING)]  # type: ignore[no-untyped-call]
+        self._passed = [torch.cuda.Event() for _ in range(_RING * is_cuda)]  # type: ignore[no-untyped-call]
         self._turn = 0
         self._mirror = np.zeros((2 * max_rows, max_blocks), dtype=np.int32)  # block tables of requests seen lately
         self._known: dict[int, tuple[int, Sequence[int], int]] = {}  # by request: row in it, the table, its length
@@ -73,27 +81,30 @@ class StepInputs:
     query_start: Tensor
     tables: Tensor
 
-    def upload(self, plan: StepPlan, sampled_at: Mapping[int, int], padded: int = 0) -> None:
-        """Fill in a plan and start its way to the device; `padded` decode rows, if that is more than it has.
+    def upload(self, plan: StepPlan, sampled_at: Mapping[int, int], bucket: int = 0) -> None:
+        """Fill in a plan and start its way to the device, with idle rows up to `bucket`, or idle tokens up to `padded`.
 
         `sampled_at` says where in the last step's sampled tokens a request's is.
         """
         self._turn = (self._turn + 1) % _RING
-        self._passed[self._turn].synchronize()  # long passed: the step after next is the first to need it
+        if self._passed:
+            self._passed[self._turn].synchronize()  # long passed: the step after next is the first to need it
         host = self._views[self._turn]
         rows = [*plan.decodes, *plan.prefills]
-        count = max(len(rows), padded)
+        count = max(len(rows), bucket)
         host["tables"][: len(rows)] = self._mirror[self._mirror_rows(rows)]
         self._fill_decodes(host, plan.decodes, sampled_at)
-        if padded:
-            idle = slice(len(rows), padded)
-            host["tokens"][idle] = host["positions"][idle] = host["lengths"][idle] = 0
-            host["slots"][idle] = host["feed"][idle] = -1
         self._fill_prefills(host, plan)
+        if bucket:
+            host["lengths"][len(rows) : bucket], host["feed"][len(rows) : bucket] = 0, -1
+        idle = slice(plan.num_tokens, bucket or padded(plan.num_tokens))
+        host["tokens"][idle] = host["positions"][idle] = 0
+        host["slots"][idle] = -1
         self._fill_sampling(host, [row for row in rows if row.samples])
         size = self._tables_at + count * self._row_bytes
         self._device[:size].copy_(self._pinned[self._turn][:size], non_blocking=True)
-        self._passed[self._turn].record()
+        if self._passed:
+            self._passed[self._turn].record()
 
     def _mirror_rows(self, rows: Sequence[Row]) -> list[int]:
         """Bring the mirror up to date with the rows' block tables, which only grow; where they are in it."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine_core.batch import wants_prompt_logprobs
 from engine_core.cuda_forward import CudaForward
-from engine_core.cuda_inputs import StepInputs
+from engine_core.cuda_inputs import StepInputs, padded
 from engine_core.cuda_sampler import Columns, CudaSampler, PendingLogprobs
 from engine_core.cuda_transfer import CudaTransfer
 from engine_core.device import open_device
@@ -129,7 +129,8 @@ class CudaRunner:
     def _run(self, decodes: int, prefills: Sequence[Row], tokens: int) -> Tensor:
         """The forward pass, without a graph: hidden states `[tokens, hidden]`, normed for the head."""
         self._feed(decodes)
-        return self._forward(decodes, len(prefills), tokens, max((len(row.tokens) for row in prefills), default=0))
+        longest = max((len(row.tokens) for row in prefills), default=0)
+        return self._forward(decodes, len(prefills), padded(tokens), longest)
 
     def _feed(self, decodes: int) -> None:
         """Put tokens that the last step sampled where this one reads them."""
