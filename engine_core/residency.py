@@ -98,12 +98,21 @@ class Residency:
 
     # -- out -----------------------------------------------------------------------------------------------------
 
+    def can_swap(self, request: Request) -> bool:
+        """Whether a running request can be swapped out: there is room for what has to be copied."""
+        return self.swaps and len(self._unsaved(request)) <= self.pool.host_room
+
+    def _unsaved(self, request: Request) -> list[Block]:
+        """The blocks that nobody else holds and that have no image in the host pool."""
+        used = request.table[: self.block_count(request.computed)]
+        return [block for block in used if block.holders == 1 and block.host == NOWHERE]
+
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks away, by whichever means is possible and cheaper."""
         used = request.table[: self.block_count(request.computed)]
-        unsaved = [block for block in used if block.holders == 1 and block.host == NOWHERE]
         mine = [block for block in used if block.holders == 1]
         tokens = request.computed - (len(used) - len(mine)) * self._block_size
+        unsaved = self._unsaved(request)
         worth = self.policy.preemption == "swap" or self.rates.swap_is_cheaper(len(unsaved), len(mine), tokens)
         if not (self.swaps and used and worth and self.swap_out(request)):
             request.recomputes += 1
@@ -112,8 +121,7 @@ class Residency:
 
     def swap_out(self, request: Request) -> bool:
         """Copy, check the room, and only then let go; False if there is no room, and nothing has changed."""
-        used = request.table[: self.block_count(request.computed)]
-        unsaved = [block for block in used if block.holders == 1 and block.host == NOWHERE]
+        used, unsaved = request.table[: self.block_count(request.computed)], self._unsaved(request)
         self.pool.claim(used)
         if len(unsaved) > self.pool.host_room:
             self.pool.unclaim(used)

@@ -210,6 +210,8 @@ class Scheduler:
         for victim in victims_for(request, self.running, self.policy, self.now, self._may_take_turn(request)):
             if missing <= 0 and len(victims) >= seats:
                 break
+            if victim.priority == request.priority and not self.residency.can_swap(victim):
+                continue  # taking turns isn't worth computing again
             victims.append(victim)
             missing -= 1 + sum(block.holders == 1 for block in victim.table)
         if missing > 0 or len(victims) < seats:
@@ -252,7 +254,9 @@ class Scheduler:
         if self.pool.moving < self.policy.in_transit * self.capacity.num_blocks:
             missing -= self.pool.save_cached(missing + self.capacity.num_blocks // 16)
         if missing > 0 and len(decoding) > 1:
-            self.residency.preempt(victim_of_growth(decoding[0], self.running, self.policy, self.now, True))
+            victim = victim_of_growth(decoding[0], self.running, self.policy, self.now, True)
+            if self.residency.can_swap(victim):
+                self.residency.preempt(victim)
 
     def _swap_needlessly(self) -> None:
         """At every n-th step, swap out the decoding request that has been in for longest and has got something done."""
@@ -277,8 +281,9 @@ class Scheduler:
             elif self.pool.coming:
                 return False
             else:
-                takes_turns = self.residency.swaps
-                victim = victim_of_growth(request, self.running, self.policy, self.now, takes_turns)
+                victim = victim_of_growth(request, self.running, self.policy, self.now, True)
+                if not self.residency.can_swap(victim):
+                    victim = victim_of_growth(request, self.running, self.policy, self.now, False)
                 self.residency.preempt(victim)
         return request.is_decoding
 

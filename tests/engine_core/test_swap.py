@@ -218,10 +218,22 @@ def test_a_failed_copy_costs_a_recompute_and_nothing_else(side: str) -> None:
 def test_more_room_than_asked_for_is_not_needed_and_less_is_not_fatal() -> None:
     """Failure report F2: a host pool of two blocks and three requests that need to be swapped."""
     engine = make_engine(6, host_blocks=2)
-    requests = [engine.add([token] * 10, max_tokens=12) for token in range(3)]
+    requests = [engine.add([token] * 3, max_tokens=19) for token in range(3)]
     engine.finish()
     assert_right(*requests)
     assert engine.scheduler.counts.rejected > 0
+
+
+def test_turns_are_not_taken_by_recompute() -> None:
+    """Where the host pool has no room, a turn would cost a prefill: who is in goes on, as without a host pool."""
+    computed = []
+    for host_blocks in (0, 2, 20):
+        engine = make_engine(26, host_blocks, SwapPolicy("swap", max_pause=0.02), prefill_chunk_tokens=64)
+        requests = [engine.add([token] * (8 + token), max_tokens=60) for token in range(8)]
+        engine.finish()
+        assert_right(*requests)
+        computed.append(sum(computed_tokens(engine, request) for request in requests))
+    assert max(computed[1:]) < 1.5 * computed[0]
 
 
 def run_rotation(policy: SwapPolicy, count: int = 4) -> tuple[FakeEngine, list[float]]:
