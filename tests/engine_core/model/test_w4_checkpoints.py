@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine_core.memory import describe_plan, open_model
 from engine_core.model.quantization import read_quantization
+from engine_core.plan import StepPlan
 from protocol.config import EngineConfig
 from protocol.errors import StartupError
 
@@ -152,6 +153,16 @@ def test_wrong_data_is_named(folder: Path, name: str, tensor: torch.Tensor, mess
     change(folder, {f"model.layers.1.mlp.gate_proj.{name}": tensor})
     with pytest.raises(StartupError, match=message):
         open_runner(folder)
+
+
+def test_products_beyond_float16_end_the_request(folder: Path) -> None:
+    """Logits that are not finite give -1, which the core reports as that request's error; never some token's id."""
+    name = "model.layers.1.mlp.down_proj.scales"
+    change(folder, {name: torch.full_like(load_file(folder / "model.safetensors")[name], 6e4)})
+    for dtype, is_finite in (("fp16", False), ("bf16", True)):
+        runner = open_runner(folder, dtype=dtype)
+        result = runner.launch(StepPlan(0, [], [make_row(1, prompt(8), 0, 8, [5])])).tokens()
+        assert (result.tokens[0] >= 0) == is_finite
 
 
 def test_packed_tensors_without_a_config_are_unknown(folder: Path) -> None:
