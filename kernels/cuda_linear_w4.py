@@ -12,21 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.compiler import KernelError, Variant
-from kernels.launcher import kernel, shared_bytes, tensor_map
-from kernels.w4_packed import DTYPES, GROUPS, PackedW4, macros
+from kernels.launcher import Kernel, build_for, kernel, shared_bytes, tensor_map
+from kernels.w4_packed import DTYPES, GROUPS, UNIT, PackedW4, macros
 
-FEW = {8: (1, 4), 16: (2, 4), 32: (4, 4)}  # most tokens of a block: token tiles of 8, stages
+FEW_TOKENS = {8: 1, 16: 2, 32: 4}  # most tokens of a block: token tiles of 8
+_STAGES, _SLOT, _HEAD = 4, 1024, 1024  # of w4_matmul.cu: units ahead, bytes of a unit's codes, of sums a token tile
 # Tokens of a tile: warpgroups of 64 outputs each, and sets of them that share the input features out.
 HOPPER = {32: (4, 1), 64: (3, 1), 128: (3, 1), 256: (2, 1)}
-HOPPER_SMALL = {32: (1, 4), 64: (1, 4), 128: (1, 2), 256: (2, 1)}  # for few outputs
-# Beyond, a dense product with the dequantised weight is faster: measured on an H200; a guess for other GPUs.
-_MOST_HOPPER_TOKENS, _MOST_FEW_TOKENS = 1024, 64
-_MOST_COUNTERS = 8192
+HOPPER_SMALL = {32: (1, 4), 64: (1, 4), 128: (1, 2), 256: (2, 1)}
+_HOPPER_SHARED, _MOST_HOPPER_STAGES = 224 * 1024, 12
+SMALL = 1 << 25  # weights of a matrix; qkv and o of an 8B model are small
+# Beyond, a dense product with the dequantised weight is faster: measured on an H200, a guess for other GPUs.
+_MOST_HOPPER_TOKENS, _MOST_SMALL_TOKENS, _MOST_FEW_TOKENS = 1024, 128, 64
 
 
-def few_variant(base: tuple[tuple[str, int], ...], shape: tuple[int, int]) -> Variant:
-    """The kernel for few tokens; shape as in FEW."""
-    return Variant("w4_matmul.cu", (*base, *zip(("TOKEN_TILES", "STAGES"), shape, strict=True)))
+def few_variant(base: tuple[tuple[str, int], ...], most: int) -> Variant:
+    """The kernel for up to `most` tokens, of FEW_TOKENS, a block."""
+    return Variant("w4_matmul.cu", (*base, ("TOKEN_TILES", FEW_TOKENS[most]), ("STAGES", _STAGES)))
 
 
 def hopper_variant(base: tuple[tuple[str, int], ...], tokens: int, groups: tuple[int, int]) -> Variant:
@@ -41,7 +43,7 @@ def all_variants() -> list[Variant]:
     for dtype in DTYPES:
         for base in (macros(dtype, group, zeros) for group in GROUPS for zeros in (False, True)):
             found += [Variant(file, base) for file in ("w4_repack.cu", "w4_dequantize.cu")]
-            found += [few_variant(base, shape) for shape in FEW.values()]
+            found += [few_variant(base, most) for most in FEW_TOKENS]
             found += [hopper_variant(base, *shape) for shape in {*HOPPER.items(), *HOPPER_SMALL.items()}]
     return found
 
@@ -59,18 +61,43 @@ class Gpu:
 def gpu(device: int) -> Gpu:
     """Of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
-    return Gpu(
-        properties.multi_processor_count,
-        shared_bytes(device),
-        (properties.major, properties.minor) == (9, 0),
-    )
+    capability = properties.major, properties.minor
+    return Gpu(properties.multi_processor_count, shared_bytes(device), capability == (9, 0))
+
+
+def few_warps(gpu: Gpu, most: int, group: int) -> int:
+    """Warps of a block of the kernel for few tokens: what registers and shared memory allow."""
+    if FEW_TOKENS[most] == 4 or gpu.shared_bytes < 128 * 1024:
+        return 8
+    return 12 if group == 32 else 16
+
+
+def few_grid(gpu: Gpu, most: int, group: int, record: int, tokens: int, units: int, outs: int) -> tuple[int, int, int]:
+    """Blocks, slices of the features so that x fits beside the rings in shared memory, and chunks of tokens."""
+    warps, in_block = few_warps(gpu, most, group), min(tokens, most)
+    free = gpu.shared_bytes - 1024 - warps * (_STAGES * (_SLOT + 16 * record) + FEW_TOKENS[most] * _HEAD)
+    slices = -(-units // ((free // in_block - 16) // (2 * UNIT)))
+    return min(-(-outs // 32), max(1, gpu.multiprocessors // slices)), slices, -(-tokens // most)
+
+
+def hopper_shared(tokens: int, groups: tuple[int, int], record_bytes: int) -> int:
+    """Bytes of shared memory of the kernel for Hopper; record_bytes: of a pair of row tiles and two units."""
+    rows, sets = groups
+    sums = (sets - 1) * tokens * rows * 256
+    stage = -(-(tokens * 4 * UNIT + rows * 2 * (2 * _SLOT + record_bytes)) // 1024) * 1024
+    return 1024 + min(_MOST_HOPPER_STAGES, (_HOPPER_SHARED - sums) // stage) * stage + sums
+
+
+@functools.cache
+def _dequantize_kernel(base: tuple[tuple[str, int], ...], device: int) -> Kernel:
+    return kernel(Variant("w4_dequantize.cu", base), "3Pf3i", 128, device)
 
 
 def dequantize(weight: PackedW4) -> Tensor:
     """The weight `[out, in]` in its dtype; columns in the order of `weight.order`."""
     rows, columns = weight.out_features, weight.in_features
     out = torch.empty((rows, columns), dtype=weight.dtype, device=weight.codes.device)
-    kernel(Variant("w4_dequantize.cu", weight.macros), "3Pf3i", 128, out.device.index)(
+    _dequantize_kernel(weight.macros, out.device.index)(
         (-(-weight.units // 4), -(-rows // 16), 1),
         weight.codes.data_ptr(),
         weight.records.data_ptr(),
@@ -84,18 +111,34 @@ def dequantize(weight: PackedW4) -> Tensor:
 
 
 class W4Linear:
-    """y = x W^T + b with a 4-bit W. Calls of one instance share one stream (their scratch is common)."""
+    """y = x W^T + b with a 4-bit W. Calls of one instance share one stream: some of their scratch is common."""
 
     def __init__(self, weight: PackedW4, bias: Tensor | None = None) -> None:
-        """Bias `[out]`, in the weight's dtype, on its device. Compiles and loads what calls will launch."""
+        """Bias `[out]`, in the weight's dtype, on its device. Compiles and loads all that calls will launch."""
         if bias is not None and (
             bias.dtype != weight.dtype or bias.shape != (weight.out_features,) or not bias.is_contiguous()
         ):
             raise KernelError(f"bias: {bias.dtype} {tuple(bias.shape)}; wanted {weight.dtype} [{weight.out_features}]")
         self.weight, self.bias = weight, bias
-        device = weight.codes.device
-        self._gpu = gpu(device.index)
-        self._finished = torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device)
+        device, base = weight.codes.device, weight.macros
+        self._gpu, self._record = gpu(device.index), weight.records.shape[-1]
+        self._is_small = weight.in_features * weight.out_features <= SMALL
+        self._groups = HOPPER_SMALL if self._is_small else HOPPER
+        few = {most: few_variant(base, most) for most in FEW_TOKENS}
+        hopper = {most: hopper_variant(base, *shape) for most, shape in zip(HOPPER, self._groups.items(), strict=True)}
+        build_for([*few.values(), *(hopper.values() if self._gpu.has_wgmma else ())], device.index)
+        self._few: dict[int, Kernel] = {}
+        for most, variant in few.items():
+            threads = 32 * few_warps(self._gpu, most, weight.group)
+            self._few[most] = kernel(variant, "7P2qf5i", threads, device.index, self._gpu.shared_bytes - 1024)
+        self._hopper: dict[int, Kernel] = {}
+        for most, variant in hopper.items() if self._gpu.has_wgmma else ():
+            rows, sets = self._groups[most]
+            shared = hopper_shared(most, (rows, sets), weight.records.stride(0) * 2 // weight.units)
+            self._hopper[most] = kernel(variant, "128s6Pqf6i44x", (rows * sets + 1) * 128, device.index, shared)
+        _dequantize_kernel(base, device.index)
+        counters = max(2 * self._gpu.multiprocessors, max(HOPPER.values())[0] * 4 * self._gpu.multiprocessors)
+        self._finished = torch.zeros(counters, dtype=torch.int32, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """X `[n, in]` in the weight's dtype to `[n, out]`; rows of x may be apart."""
@@ -105,8 +148,9 @@ class W4Linear:
             return torch.empty((0, self.weight.out_features), dtype=x.dtype, device=x.device)
         if tokens <= 16:
             return self.few(x)
-        if self._gpu.has_wgmma and tokens <= _MOST_HOPPER_TOKENS:
-            return self.hopper(x)
+        if self._gpu.has_wgmma:
+            is_few = tokens <= (_MOST_SMALL_TOKENS if self._is_small else _MOST_HOPPER_TOKENS)
+            return self.hopper(x) if is_few else self.dense(x)
         return self.few(x) if tokens <= _MOST_FEW_TOKENS else self.dense(x)
 
     def _checked(self, x: Tensor) -> Tensor:
@@ -128,25 +172,17 @@ class W4Linear:
 
     # The three ways below take features in the order of the weight's columns.
 
-    def few(self, x: Tensor, shape: tuple[int, int] | None = None, splits: int = 0, blocks: int = 0) -> Tensor:
-        """By mma.sync, weights streamed: for few tokens."""
-        weight, tokens = self.weight, len(x)
-        token_tiles, stages = shape or FEW[next((most for most in FEW if tokens <= most), max(FEW))]
-        warps = 8 if token_tiles == 4 or self._gpu.shared_bytes < 128 * 1024 else 12 if weight.group == 32 else 16
-        record = weight.records.shape[-1]
-        shared = self._gpu.shared_bytes - 1024
-        free = shared - warps * (stages * (1024 + 16 * record) + token_tiles * 1024)
-        slice_units = (free // min(tokens, token_tiles * 8) - 16) // 128
-        splits = max(splits, -(-weight.units // slice_units))
-        pairs = -(-weight.out_features // 32)
-        blocks = blocks or min(pairs, max(1, self._gpu.multiprocessors // splits))
-        chunks = -(-tokens // (token_tiles * 8))
-        out = torch.empty((tokens, weight.out_features), dtype=x.dtype, device=x.device)
+    def few(self, x: Tensor) -> Tensor:
+        """By mma.sync, weights streamed: for up to 64 tokens."""
+        weight, tokens, outs = self.weight, len(x), self.weight.out_features
+        most = next((most for most in FEW_TOKENS if tokens <= most), max(FEW_TOKENS))
+        grid = few_grid(self._gpu, most, weight.group, self._record, tokens, weight.units, outs)
+        out = torch.empty((tokens, outs), dtype=x.dtype, device=x.device)
         partial = None
-        if splits > 1:
-            partial = torch.empty((splits, tokens, weight.out_features), dtype=torch.float32, device=x.device)
-        kernel(few_variant(weight.macros, (token_tiles, stages)), "7P2qf5i", warps * 32, x.device.index, shared)(
-            (blocks, splits, chunks),
+        if grid[1] > 1:
+            partial = torch.empty((grid[1], tokens, outs), dtype=torch.float32, device=x.device)
+        self._few[most](
+            grid,
             weight.codes.data_ptr(),
             weight.records.data_ptr(),
             x.data_ptr(),
@@ -159,34 +195,25 @@ class W4Linear:
             weight.factor,
             tokens,
             weight.in_features,
-            weight.out_features,
+            outs,
             weight.units,
-            pairs,
+            -(-outs // 32),
         )
         return out
 
-    def hopper(self, x: Tensor, tile: tuple[int, tuple[int, int]] | None = None, blocks: int = 0) -> Tensor:
+    def hopper(self, x: Tensor) -> Tensor:
         """By wgmma: for tens to hundreds of tokens."""
-        weight, tokens = self.weight, len(x)
-        if tile is None:
-            most = next((most for most in HOPPER if tokens <= most), max(HOPPER))
-            is_small = weight.out_features <= 128 * self._gpu.multiprocessors
-            tile = most, (HOPPER_SMALL if is_small else HOPPER)[most]
-        tile_tokens, (row_groups, k_groups) = tile
-        threads, sums = row_groups * k_groups * 128, (k_groups - 1) * tile_tokens * row_groups * 256
-        stage = tile_tokens * 256 + row_groups * 2 * (2048 + weight.records.stride(0) * 2 // weight.units)
-        stage = -(-stage // 1024) * 1024
-        shared = 1024 + min(12, (224 * 1024 - sums) // stage) * stage + sums
-        row_blocks, token_blocks = -(-weight.out_features // (64 * row_groups)), -(-tokens // tile_tokens)
-        blocks = blocks or min(self._gpu.multiprocessors, row_blocks * token_blocks * weight.units // 2)
-        wide = -(-weight.out_features // 2) * 2  # two outputs are stored at once
+        weight, tokens, outs = self.weight, len(x), self.weight.out_features
+        most = next((most for most in HOPPER if tokens <= most), max(HOPPER))
+        rows = self._groups[most][0]
+        row_blocks, token_blocks = -(-outs // (64 * rows)), -(-tokens // most)
+        blocks = min(self._gpu.multiprocessors, row_blocks * token_blocks * weight.units // 2)
+        wide = -(-outs // 2) * 2  # two outputs are stored at once
         out = torch.empty((tokens, wide), dtype=x.dtype, device=x.device)
-        size = blocks * 2 * tile_tokens * row_groups * 64
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        variant = hopper_variant(weight.macros, *tile)
-        kernel(variant, "128s6Pqf6i44x", threads + 128, x.device.index, shared)(
+        partial = torch.empty(blocks * 2 * most * rows * 64, dtype=torch.float32, device=x.device)
+        self._hopper[most](
             (blocks, 1, 1),
-            tensor_map(x, tile_tokens, 64),
+            tensor_map(x, most, UNIT),
             weight.codes.data_ptr(),
             weight.records.data_ptr(),
             0 if self.bias is None else self.bias.data_ptr(),
@@ -196,13 +223,13 @@ class W4Linear:
             out.stride(0),
             weight.factor,
             tokens,
-            weight.out_features,
+            outs,
             weight.units // 2,
             weight.row_tiles // 2,
             row_blocks,
             token_blocks,
         )
-        return out[:, : weight.out_features]
+        return out[:, :outs]
 
     def dense(self, x: Tensor) -> Tensor:
         """Dequantise, then a dense product."""

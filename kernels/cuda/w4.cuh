@@ -1,12 +1,12 @@
 // 4-bit weights as the tensor cores want them: how they lie in memory, and how they become 16-bit floats.
 //
-// Codes: tiles of 16 outputs by 64 input features, 512 bytes each, [pair of row tiles][unit][2][lane][4 words]. A lane's
-// word s is its fragment of the 16 x 16 operand of mma.m16n8k16 (and of its row of wgmma's 64 x 16) for features 16 s .. 16 s + 15:
-// nibbles i and 4 + i are the low and the high half of fragment register i. Lane 4 g + t so holds rows g and g + 8.
-// Scales: records [pair of row tiles][unit / SPAN][2][g], of PER groups each: scales of rows g and g + 8 (float16, to be multiplied by
-// one factor for the whole weight), then, if ZEROS, what dequantising adds to both rows, as `zero_bits` makes it.
-//
-// The number of units is even.
+// Codes: tiles of 16 outputs by 64 input features, 512 bytes each: [pair of row tiles][unit][2][lane][4 words]. A
+// lane's word s is its fragment of the 16 x 16 operand of mma.m16n8k16 (and of its rows of wgmma's 64 x 16) for the
+// features 16 s to 16 s + 15: nibbles i and 4 + i are the low and the high half of fragment register i. Lane 4 g + t so
+// holds rows g and g + 8.
+// Scales: records [pair of row tiles][unit / SPAN][2][g], of PER groups each: scales of rows g and g + 8 (float16, to
+// be multiplied by one factor for the whole weight), then, if ZEROS, what dequantising adds to both rows, from
+// `zero_bits`. The number of units is even.
 //
 // Macros: IS_BF16; GROUP (32, 64, 128); ZEROS.
 #pragma once
@@ -18,13 +18,16 @@ constexpr int PER = GROUP < UNIT ? UNIT / GROUP : 1;   // groups of a unit
 constexpr int RECORD = PER * (ZEROS ? 8 : 4);          // bytes
 
 // Where a row tile's part of a unit begins.
-DEVICE i64 codes_at(int tile, int unit, int units) { return (((i64)(tile >> 1) * units + unit) * 2 + (tile & 1)) * TILE_BYTES; }
+DEVICE i64 codes_at(int tile, int unit, int units) {
+    return (((i64)(tile >> 1) * units + unit) * 2 + (tile & 1)) * TILE_BYTES;
+}
+
 DEVICE i64 records_at(int tile, int unit, int units) {
     return (((i64)(tile >> 1) * (units / SPAN) + unit / SPAN) * 2 + (tile & 1)) * (8 * RECORD);
 }
 
 // A nibble q in the low bits of a float's mantissa is 1024 + q (float16) or 128 + q (bfloat16); in the next bits of a
-// float16, 1024 + 16 q. The 16-bit float that takes the constant and the zero point away, in the form for row g or g + 8:
+// float16, 1024 + 16 q. The 16-bit float that takes the constant and the zero point away, as row g or g + 8 needs it:
 DEVICE u32 zero_bits(int zero, bool upper_row) {
     return IS_BF16 ? 0xc300u + zero : upper_row ? 0xd400u + 16 * zero : 0xe400u + zero;
 }

@@ -1,11 +1,11 @@
 // y = x W^T (+ bias) for few tokens and 4-bit weights: each code is read once, and copied several units ahead.
 //
-// A block owns some pairs of row tiles, for a slice of the features, of which it keeps x in shared memory. Its warps share
-// the pairs' units out evenly, each a contiguous run; where a pair is cut, its warps' sums meet in shared memory. Where
-// blocks split the features, the last to finish adds up. Always in the same order.
+// A block owns some pairs of row tiles, for a slice of the features, of which it keeps x in shared memory. Its warps
+// share the pairs' units out evenly, each a contiguous run; where a pair is cut, its warps' sums meet in shared memory.
+// Where blocks split the features, the last to finish adds up. Always in the same order.
 //
-// The tensor cores multiply offset + code (`widen_codes`), which takes fewer instructions than code - zero point, on top of
-// x times -(offset + zero point).
+// The tensor cores multiply offset + code (`widen_codes`), which takes fewer instructions than code - zero point, on
+// top of x times -(offset + zero point).
 //
 // Macros: IS_BF16; GROUP; ZEROS; TOKEN_TILES (of 8 tokens); STAGES.
 #include "w4.cuh"
@@ -23,7 +23,8 @@ struct Params {
     int tokens, in, outs, units, pairs;
 };
 
-constexpr int TOKENS = TOKEN_TILES * 8, MOST_THREADS = TOKEN_TILES == 4 ? 256 : TOKEN_TILES == 2 && PER == 2 ? 384 : 512;
+constexpr int TOKENS = TOKEN_TILES * 8;
+constexpr int MOST_THREADS = TOKEN_TILES == 4 ? 256 : TOKEN_TILES == 2 && PER == 2 ? 384 : 512;
 constexpr int PAIR = 2 * TILE_BYTES, PAIR_RECORDS = 2 * 8 * RECORD, SLOT = PAIR + PAIR_RECORDS;  // bytes
 constexpr int HEAD = 2 * TOKEN_TILES * 512;  // bytes of a warp's sums of a pair
 static_assert(HEAD <= STAGES * SLOT, "at the end, sums take the place of a ring");
@@ -33,30 +34,20 @@ DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool firs
     if (!first) return mma<IS_BF16>(d, a[0], a[1], a[2], a[3], b0, b1);
 #define FIRST(TYPE)                                                                                                 \
     asm("{.reg .f32 z; mov.f32 z, 0f00000000;\n"                                                                    \
-        "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {z,z,z,z};}" \
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                             \
+        "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "       \
+        "{z,z,z,z};}"                                                                                               \
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                            \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
     if (IS_BF16) FIRST("bf16");
     else FIRST("f16");
 }
 
-#ifndef SHIFT
-#define SHIFT 0
-#endif
 // offset + code as a fragment: 128 + code, or 1024 + code in row g and 1024 + 16 code in row g + 8.
 DEVICE void widen_codes(u32 (&a)[4], u32 w) {
-    u32 s4 = w >> 4, s8 = w >> 8, s12 = w >> 12;
-    if (SHIFT && IS_BF16) {
-        u32 f4, f12;
-        asm volatile("mov.u32 %0, 0x10000000;" : "=r"(f4));
-        asm volatile("mov.u32 %0, 0x100000;" : "=r"(f12));
-        asm("mul.hi.u32 %0, %1, %2;" : "=r"(s4) : "r"(w), "r"(f4));
-        if (SHIFT == 2) asm("mul.hi.u32 %0, %1, %2;" : "=r"(s12) : "r"(w), "r"(f12));
-    }
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        a[i] = IS_BF16 ? pick(i == 0 ? w : i == 1 ? s4 : i == 2 ? s8 : s12, 0x000f000fu, 0x43004300u)
-                       : pick(i < 2 ? w : s8, i % 2 ? 0x00f000f0u : 0x000f000fu, 0x64006400u);
+        a[i] = IS_BF16 ? pick(w >> 4 * i, 0x000f000fu, 0x43004300u)
+                       : pick(i < 2 ? w : w >> 8, i % 2 ? 0x00f000f0u : 0x000f000fu, 0x64006400u);
 }
 
 // -(offset + zero point) of rows g and g + 8 as a fragment.
@@ -77,7 +68,8 @@ struct Run {
             copy_async<16>(to + (threadIdx.x & 31) * 16, from);
             copy_async<16>(to + TILE_BYTES + (threadIdx.x & 31) * 16, from + TILE_BYTES);
             if ((threadIdx.x & 31) < 16)
-                copy_async<RECORD>(to + PAIR + (threadIdx.x & 31) * RECORD, records + (i64)(unit / SPAN) * PAIR_RECORDS);
+                copy_async<RECORD>(to + PAIR + (threadIdx.x & 31) * RECORD,
+                                   records + (i64)(unit / SPAN) * PAIR_RECORDS);
             left--;
             if (++unit == slice_end) {
                 unit = slice0;
@@ -110,7 +102,8 @@ DEVICE void add_unit(Sums& acc, u32 slot, const u32 (&x)[TOKEN_TILES]) {
 #pragma unroll
         for (int r = 0; r < (ZEROS ? 2 : 1); r++) {
             u32 a[4];
-            widen_zeros(a, ZEROS ? zero_of(load_shared(slot + PAIR + (r * 8 + (lane >> 2)) * RECORD + group + 4)) : symmetric());
+            widen_zeros(a, ZEROS ? zero_of(load_shared(slot + PAIR + (r * 8 + (lane >> 2)) * RECORD + group + 4))
+                                 : symmetric());
 #pragma unroll
             for (int s = 0; s < STEPS; s++)
 #pragma unroll
@@ -128,7 +121,8 @@ DEVICE void add_unit(Sums& acc, u32 slot, const u32 (&x)[TOKEN_TILES]) {
         for (int r = 0; r < 2; r++) {
             const u32 words[4] = {codes[r].x, codes[r].y, codes[r].z, codes[r].w};
             const u32 scales = load_shared(slot + PAIR + (r * 8 + (lane >> 2)) * RECORD + group);
-            const float g = f16_to_float((u16)scales), g8 = f16_to_float((u16)(scales >> 16)) * (IS_BF16 ? 1.0f : 0.0625f);
+            const float g = f16_to_float((u16)scales);
+            const float g8 = f16_to_float((u16)(scales >> 16)) * (IS_BF16 ? 1.0f : 0.0625f);
 #pragma unroll
             for (int s = 0; s < STEPS; s++) {
                 u32 a[4];
@@ -194,8 +188,10 @@ DEVICE void start_x(const Params& p, u32 x, int pitch, int slice0, int slice, in
     const u32 barrier = (u32)__cvta_generic_to_shared(&x_barrier);
     const int bytes = max(0, min(p.in, (slice0 + slice) * UNIT) - slice0 * UNIT) * 2;
     if (threadIdx.x == 0) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(tokens * bytes) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                     ::"r"(barrier), "r"(tokens * bytes) : "memory");
         for (int row = 0; bytes && row < tokens; row++)
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                          ::"r"(x + row * pitch), "l"(p.x + ((token0 + row) * p.x_stride + slice0 * UNIT) * 2),
@@ -244,8 +240,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) w4_matmul(const __
     start_x(p, x, pitch, slice0, slice, token0, tokens);
     const int begin = (u32)(all * warp) / warps, end = (u32)(all * (warp + 1)) / warps, whole = (u32)begin / slice;
     int pair = first + whole, unit = slice0 + begin - whole * slice;
-    Run run = {p.codes + codes_at(2 * pair, 0, p.units) + lane * 16, p.records + records_at(2 * pair, 0, p.units) + lane * RECORD,
-               base + warp * STAGES * SLOT, base + warp * STAGES * SLOT, unit, end - begin};
+    const u32 ring = base + warp * STAGES * SLOT;
+    Run run = {p.codes + codes_at(2 * pair, 0, p.units) + lane * 16,
+               p.records + records_at(2 * pair, 0, p.units) + lane * RECORD, ring, ring, unit, end - begin};
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++) run.fetch(p, slice0, slice_end);
     wait_for_x();
@@ -298,7 +295,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) w4_matmul(const __
             const int w = __ffs(parts) - 1;
             parts &= parts - 1;
             const bool is_head = begins[w] > from;
-            const Float4 v = (is_head ? head + w * (HEAD / 16) : (Float4*)(shared + w * STAGES * SLOT))[fragment * 32 + lane];
+            const Float4* part = is_head ? head + w * (HEAD / 16) : (Float4*)(shared + w * STAGES * SLOT);
+            const Float4 v = part[fragment * 32 + lane];
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
         store_fragment(p, first + at, fragment, sum);

@@ -1,8 +1,10 @@
 // y = x W^T (+ bias) for 4-bit weights and tens to hundreds of tokens, with Hopper's warpgroup matrix instructions.
 //
-// Weights are the operand in registers: each warp dequantises its 16 outputs of a unit while the tensor cores work on the
-// unit before. For small matrices, K_GROUPS sets of warpgroups take the steps of the same outputs in turn. One more warpgroup, which leaves them its registers, has everything copied ahead, a stage per step of two units. The blocks share all (tile, step)
-// pairs out evenly; a tile that several work on is added up by the last of them, always in the same order.
+// Weights are the operand in registers: each warp dequantises its 16 outputs of a unit while the tensor cores work on
+// the unit before. For small matrices, K_GROUPS sets of warpgroups take the steps of the same outputs in turn. One more
+// warpgroup, which leaves them its registers, has everything copied ahead, a stage per step of two units. The blocks
+// share all (tile, step) pairs out evenly; a tile that several work on is added up by the last of them, always in the
+// same order.
 //
 // Macros: IS_BF16; GROUP; ZEROS; TOKENS (of a tile: 32, 64, 128 or 256); ROW_GROUPS (warpgroups, of 64 outputs each);
 // K_GROUPS. For sm_90a only.
@@ -58,7 +60,8 @@ DEVICE void copy_bulk(u32 to, const void* from, int bytes, u32 barrier) {
 }
 
 DEVICE void load_box(u32 to, const TensorMap& map, int feature, int token, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3}], [%4];"
                  ::"r"(to), "l"(&map), "r"(feature), "r"(token), "r"(barrier) : "memory");
 }
 
@@ -191,7 +194,8 @@ DEVICE int block_of(const Params& p, int pair) {
 }
 
 DEVICE void store(const Params& p, const float (&acc)[ACC][4], int tile) {
-    const int lane = threadIdx.x & 31, row_block = tile / p.token_blocks, token_block = tile - row_block * p.token_blocks;
+    const int lane = threadIdx.x & 31;
+    const int row_block = tile / p.token_blocks, token_block = tile - row_block * p.token_blocks;
     const int row0 = (row_block * ROW_WARPS + (int)(threadIdx.x >> 5)) * 16;
     float bias[2] = {0, 0};
 #pragma unroll
@@ -209,8 +213,8 @@ DEVICE void store(const Params& p, const float (&acc)[ACC][4], int tile) {
         }
 }
 
-// Leaves a warp's sums of a part of the steps; of the warps that have the same outputs, the last adds all parts up, in the
-// order of the blocks. Returns whether that was this one.
+// Leaves a warp's sums of a part of the steps; of the warps that have the same outputs, the last adds all parts up, in
+// the order of the blocks. Returns whether that was this one.
 DEVICE bool merge(const Params& p, float (&acc)[ACC][4], int tile, bool second) {
     const int low = block_of(p, tile * p.steps), others = block_of(p, (tile + 1) * p.steps - 1) - low;
     // A block has the beginning of one such tile at most.
@@ -249,10 +253,11 @@ DEVICE void synchronize() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "mem
 
 // The first set's sums become those of all sets.
 DEVICE void add_sets(float (&acc)[ACC][4], Float4* sums, int set) {
+    const int thread = threadIdx.x % ROW_THREADS;
     if (set)
 #pragma unroll
         for (int j = 0; j < ACC; j++)
-            sums[((set - 1) * ACC + j) * ROW_THREADS + threadIdx.x % ROW_THREADS] = {acc[j][0], acc[j][1], acc[j][2], acc[j][3]};
+            sums[((set - 1) * ACC + j) * ROW_THREADS + thread] = {acc[j][0], acc[j][1], acc[j][2], acc[j][3]};
     synchronize();
     if (!set)
 #pragma unroll
@@ -285,7 +290,8 @@ DEVICE void work(const Params& p, Pipe pipe, Float4* sums) {
             wait_barrier(pipe.full + pipe.stage * 8, pipe.phase);
             add_unit(acc, a[0], stage + codes, stage + records, stage);
             if (before && lane == 0) arrive(before);
-            add_unit(acc, a[1], stage + codes + 2 * TILE_BYTES, stage + records + (2 / SPAN - 1) * 16 * RECORD, stage + X / 2);
+            const u32 second = stage + records + (2 / SPAN - 1) * 16 * RECORD;
+            add_unit(acc, a[1], stage + codes + 2 * TILE_BYTES, second, stage + X / 2);
             before = pipe.empty + pipe.stage * 8;
             pipe.advance(K_GROUPS);
         }
@@ -306,7 +312,10 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) w4_matmul_sm90(const __grid
     pipe.stages = (u32)__cvta_generic_to_shared(shared) + 1023 & ~1023u;
     pipe.full = (u32)__cvta_generic_to_shared(barriers), pipe.empty = pipe.full + STAGES * 8;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) init_barrier(pipe.full + i * 8, 1), init_barrier(pipe.empty + i * 8, ROW_WARPS);
+        for (int i = 0; i < STAGES; i++) {
+            init_barrier(pipe.full + i * 8, 1);
+            init_barrier(pipe.empty + i * 8, ROW_WARPS);
+        }
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
     }
     __syncthreads();

@@ -1,5 +1,7 @@
 """4-bit linear layers on CUDA against float64 on the dequantised weight; without a GPU, that every kernel compiles."""
 
+import itertools
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -7,8 +9,19 @@ import pytest
 import torch
 
 from kernels import cuda_linear_w4
-from kernels.compiler import KernelError, build, load_nvrtc
-from kernels.cuda_linear_w4 import W4Linear, all_variants, dequantize
+from kernels.compiler import KernelError, Variant, build, load_nvrtc
+from kernels.cuda_linear_w4 import (
+    FEW_TOKENS,
+    HOPPER,
+    HOPPER_SMALL,
+    Gpu,
+    W4Linear,
+    all_variants,
+    dequantize,
+    few_grid,
+    few_warps,
+    hopper_shared,
+)
 from kernels.w4_format import W4Weight, from_awq, from_compressed_tensors, from_gptq
 from kernels.w4_packed import PackedW4, pack, pack_awq, pack_gptq
 
@@ -29,6 +42,53 @@ def test_every_kernel_compiles_without_a_spill() -> None:
         assert binary.spill_bytes == 0, (job, binary.log)
         assert 0 < binary.registers <= 255, (job, binary.log)
         assert "wgmma.mma_async instructions are serialized" not in binary.log, job
+
+
+GPUS = (Gpu(132, 227 << 10, True), Gpu(108, 163 << 10, False), Gpu(20, 99 << 10, False))  # H200, A100, RTX 3050
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_plans_fit_in_shared_memory(gpu: Gpu) -> None:
+    for group, record in ((128, 4), (128, 8), (64, 8), (32, 16)):
+        for tokens, units in itertools.product((1, 8, 9, 16, 17, 32, 50), (2, 56, 296)):
+            most = next((most for most in FEW_TOKENS if tokens <= most), 32)
+            blocks, slices, chunks = few_grid(gpu, most, group, record, tokens, units, 4608)
+            assert 1 <= slices <= units and 1 <= blocks <= 144 and chunks * most >= tokens
+            x = min(tokens, most) * (-(-units // slices) * 128 + 16)
+            rings = few_warps(gpu, most, group) * (4 * (1024 + 16 * record) + FEW_TOKENS[most] * 1024)
+            assert x + rings <= gpu.shared_bytes - 1024
+        for table in (HOPPER, HOPPER_SMALL):
+            for most, groups in table.items():
+                assert hopper_shared(most, groups, record * 32) < (227 << 10) - 512
+
+
+def test_tokens_choose_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a played GPU: which kernel is launched, and that its argument struct can be packed."""
+    launched: list[str] = []
+
+    def played(variant: Variant, layout: str, threads: int, device: int, shared: int = 0) -> object:
+        def launch(grid: tuple[int, int, int], *arguments: int | float | bytes) -> None:
+            struct.pack("@" + layout, *arguments)
+            assert min(grid) >= 1 and threads <= 1024
+            launched.append(variant.entry)
+
+        return launch
+
+    monkeypatch.setattr(cuda_linear_w4, "kernel", played)
+    monkeypatch.setattr(cuda_linear_w4, "build_for", lambda variants, device: None)
+    monkeypatch.setattr(cuda_linear_w4, "tensor_map", lambda x, rows, columns: bytes(128))
+    for gpu, wanted in (
+        (GPUS[0], {1: "", 16: "", 17: "_sm90", 128: "_sm90", 129: "dense"}),
+        (GPUS[2], {1: "", 64: "", 65: "dense"}),
+    ):
+        monkeypatch.setattr(cuda_linear_w4, "gpu", lambda device, gpu=gpu: gpu)
+        codes, records = torch.zeros(4, 4, 2, 32, 4, dtype=torch.int32), torch.zeros(4, 2, 2, 8, 4, dtype=torch.uint8)
+        linear = W4Linear(PackedW4(codes, records, 1.0, None, 100, 200, 128, False, torch.half))
+        for tokens, kind in wanted.items():
+            launched.clear()
+            assert linear(torch.zeros(tokens, 200, dtype=torch.half)).shape == (tokens, 100)
+            assert launched == ["w4_dequantize" if kind == "dense" else f"w4_matmul{kind}"]
+        cuda_linear_w4._dequantize_kernel.cache_clear()
 
 
 def make_weight(
@@ -73,6 +133,7 @@ def test_what_is_not_on_a_gpu_is_refused() -> None:
         (96, 256, 32, False, False),
         (3584, 18944, 128, True, False),  # features do not fit in shared memory at once
         (20001, 640, 64, False, False),  # more row tiles than multiprocessors
+        (8192, 4352, 128, False, False),  # not small
         (4608, 3584, 3584, True, False),  # one group a row
     ],
 )
