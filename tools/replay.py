@@ -70,12 +70,8 @@ def replay(path: Path) -> Replay:
     """Replay a record up to its end or the first difference. Raises BadRecord."""
     outcome = Replay()
     try:
-        entries = read(path)
-        header = next(entries, None)
-        if not isinstance(header, Header) or header.version != VERSION:
-            raise BadRecord(f"{path} is not a record of version {VERSION}")
-        scheduler = Scheduler(header.capacity, header.eos_token_ids, header.policy)
-        feeder = _Feeder(scheduler)
+        feeder, entries = open_record(path)
+        scheduler = feeder.scheduler
         for entry in entries:
             outcome.truncated = entry is None
             if entry is None:
@@ -94,7 +90,16 @@ def replay(path: Path) -> Replay:
     return outcome
 
 
-class _Feeder:
+def open_record(path: Path) -> tuple["Feeder", Iterator[Entry | None]]:
+    """A scheduler like the one of a record, to be fed with the record's entries. Raises BadRecord, DecodeError."""
+    entries = read(path)
+    header = next(entries, None)
+    if not isinstance(header, Header) or header.version != VERSION:
+        raise BadRecord(f"{path} is not a record of version {VERSION}")
+    return Feeder(Scheduler(header.capacity, header.eos_token_ids, header.policy)), entries
+
+
+class Feeder:
     """Tells a scheduler what a record says."""
 
     def __init__(self, scheduler: Scheduler) -> None:
