@@ -124,6 +124,7 @@ def summarize(rounds: dict[str, list[Figures]]) -> dict[str, Figures]:
             run["tokens_per_second"] / enough["tokens_per_second"]
             for run, enough in zip(runs, rounds["enough"], strict=True)
         ]
+        ttft = [run["ttft_p50_s"] / enough["ttft_p50_s"] for run, enough in zip(runs, rounds["enough"], strict=True)]
         same = sum(
             ours == theirs
             for run, enough in zip(runs, rounds["enough"], strict=True)
@@ -133,6 +134,7 @@ def summarize(rounds: dict[str, list[Figures]]) -> dict[str, Figures]:
             {name: sum(run[name] for run in runs) for name in ("requests", "completed", *COUNTERS, "preempted")}
             | {"errors": sum(len(run["errors"]) for run in runs), "ratio": round(median(ratios), 3)}
             | {"ratios": [round(ratio, 3) for ratio in ratios], "same_text_as_enough": same}
+            | {"ttft_p50_ratio": round(median(ttft), 3)}
             | {name: median(run[name] for run in runs) for name in ("tokens_per_second", "ttft_p50_s")}
             | {name: max(run[name] for run in runs) for name in runs[0] if name.startswith(("max_", "ttft_max"))}
             | {"blocks_left_held": max(run["blocks_left_held"] for run in runs)}
@@ -142,13 +144,14 @@ def summarize(rounds: dict[str, list[Figures]]) -> dict[str, Figures]:
 
 def report(factor: int, summary: dict[str, Figures]) -> None:
     print(
-        f"{f'{factor}x':11}{'done':>9}{'errors':>8}{'tokens/s':>10}{'ratio':>7}{'TTFT p50':>10}{'max':>8}"
+        f"{f'{factor}x':11}{'done':>9}{'errors':>8}{'tokens/s':>10}{'ratio':>7}{'TTFT p50':>10}{'ratio':>7}{'max':>8}"
         f"{'preempted':>11}{'silence':>9}{'others':>9}{'swaps':>7}{'recomputes':>11}"
     )
     for way, one in summary.items():
         print(
             f"{way:11}{one['completed']:>5}/{one['requests']}{one['errors']:>8}{one['tokens_per_second']:>10.1f}"
-            f"{one['ratio']:>7.2f}{one['ttft_p50_s']:>8.2f} s{one['ttft_max_s']:>6.2f} s{one['preempted']:>11}"
+            f"{one['ratio']:>7.2f}{one['ttft_p50_s']:>8.2f} s{one['ttft_p50_ratio']:>7.2f}{one['ttft_max_s']:>6.2f} s"
+            f"{one['preempted']:>11}"
             f"{one['max_silence_preempted_s']:>7.2f} s{one['max_silence_others_s']:>7.2f} s"
             f"{one['requests_swapped']:>7}{one['requests_recomputed']:>11}"
         )
