@@ -8,6 +8,7 @@ kernel can't take back, so mapped files don't count. `extra` is its peak beyond 
 """
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -127,6 +128,7 @@ def load(folder: str, options: dict[str, Any], results: "multiprocessing.SimpleQ
     ready = time.perf_counter()
     done.set()
     watcher.join()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed on the way and kept by malloc is extra
     after = resident()
     planned = runner.memory["weights"]
     results.put(
