@@ -1,5 +1,6 @@
 """Computes steps on a GPU. A step is launched without waiting for it: the next one can be planned while it runs."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -72,6 +73,7 @@ class CudaRunner:
         self._results = [torch.zeros(rows, dtype=torch.int64, pin_memory=True) for _ in range(_RESULTS)]
         self._step = 0
         self.host_pool: HostPool | None = None
+        self.start_seconds: dict[str, float] = {}  # by what they were spent on
         self.graphs: dict[int, DecodeGraph] = {}
         self._chunk = min(config.prefill_chunk_tokens, memory.max_context)
         self.use_pool(1 + self._chunk // config.block_size)
@@ -98,7 +100,8 @@ class CudaRunner:
     @property
     def summary(self) -> str:
         """For the start-up line."""
-        return self.memory_plan.summary()
+        spent = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in self.start_seconds.items())
+        return f"{self.memory_plan.summary()}; {spent}, {len(self.graphs)} graphs"
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> CudaStep:
@@ -210,14 +213,20 @@ def load_cuda_runner(config: EngineConfig, progress: Callable[[int, int], None])
     host_pool = None
     if config.offload_budget >= memory.kv.block_bytes:  # made while the weights load
         host_pool = HostPool(memory.kv.block_bytes, config.offload_budget, pinned=True)
+    clock = [time.monotonic()]
     with torch.inference_mode():
         decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
+    clock.append(time.monotonic())
     runner = CudaRunner(decoder, model, config, memory)
     runner.host_pool = host_pool
     workspace = runner.warm_up()
+    clock.append(time.monotonic())
     runner.memory_plan = _fit(runner, config, memory, workspace)
     runner.use_pool(runner.memory_plan.kv.num_blocks)
     runner.capture()
+    clock.append(time.monotonic())
+    names = ("weights", "kernels and warm-up", "pool and graphs")
+    runner.start_seconds = {name: end - start for name, start, end in zip(names, clock, clock[1:], strict=False)}
     return runner
 
 
