@@ -35,7 +35,7 @@ def is_clean(status: CoreStatus) -> bool:
     )
 
 
-def make_streams(count: int, tokens: int = 24) -> list[Stream]:
+def make_streams(count: int, tokens: int = 16) -> list[Stream]:
     lengths = [9 + 11 * number % 60 for number in range(count)]
     return [Stream(prompt, tokens) for prompt in random_prompts(7, lengths)]
 
@@ -62,9 +62,9 @@ def test_forced_swaps_change_no_token(start: Callable[..., LocalEngine], default
     assert status.counters["requests_preempted_total"] == 0
     for every in (1, 3) if name == "auto" else (2,):
         streams, status = run(swap_every=every, num_blocks=96)
-        assert status.counters["requests_swapped_total"] == status.counters["requests_resumed_total"] >= 20 // every
+        assert status.counters["requests_swapped_total"] == status.counters["requests_resumed_total"] >= 12 // every
         assert status.counters["requests_recomputed_total"] == 0
-        assert sum(stream.timing.swaps for stream in streams if stream.timing) >= 20 // every
+        assert sum(stream.timing.swaps for stream in streams if stream.timing) >= 12 // every
         assert [stream.tokens for stream in streams] == [stream.tokens for stream in calm]
 
 
