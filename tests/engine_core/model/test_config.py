@@ -95,7 +95,7 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     assert load_model_config(tmp_path).eos_token_ids == (5, 7, 9)
 
 
-GEMMA3_1B: dict[str, Any] = {  # google/gemma-3-1b-it's config.json
+GEMMA3_1B: dict[str, Any] = {  # the keys and sizes of Gemma 3 1B
     "architectures": ["Gemma3ForCausalLM"],
     "attention_bias": False,
     "attn_logit_softcapping": None,

@@ -230,6 +230,83 @@ def test_what_is_refused_in_a_group(key: str, value: Any, named: str) -> None:
         read_quantization(config)
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "AutoGPTQ through transformers": {
+        "batch_size": 1,
+        "bits": 4,
+        "block_name_to_quantize": None,
+        "cache_block_outputs": True,
+        "damp_percent": 0.01,
+        "dataset": None,
+        "desc_act": False,
+        "exllama_config": {"version": 1},
+        "group_size": 128,
+        "max_input_length": None,
+        "model_seqlen": None,
+        "module_name_preceding_first_block": None,
+        "modules_in_block_to_quantize": None,
+        "pad_token_id": None,
+        "quant_method": "gptq",
+        "sym": True,
+        "tokenizer": None,
+        "true_sequential": True,
+        "use_cuda_fp16": False,
+        "use_exllama": True,
+    },
+    "AutoGPTQ": {
+        "bits": 4,
+        "damp_percent": 0.01,
+        "desc_act": False,
+        "group_size": 128,
+        "model_file_base_name": "model",
+        "model_name_or_path": None,
+        "quant_method": "gptq",
+        "sym": True,
+        "true_sequential": True,
+    },
+    "AutoAWQ": {
+        "bits": 4,
+        "group_size": 128,
+        "modules_to_not_convert": None,
+        "quant_method": "awq",
+        "version": "gemm",
+        "zero_point": True,
+    },
+    "compressed-tensors of 2024": {
+        "config_groups": {
+            "group_0": {
+                "input_activations": None,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": {
+                    "actorder": None,
+                    "block_structure": None,
+                    "dynamic": False,
+                    "group_size": 128,
+                    "num_bits": 4,
+                    "observer": "minmax",
+                    "observer_kwargs": {},
+                    "strategy": "group",
+                    "symmetric": True,
+                    "type": "int",
+                },
+            }
+        },
+        "format": "pack-quantized",
+        "global_compression_ratio": 1.23,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "frozen",
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_entries_with_the_keys_of_published_ones(name: str) -> None:
+    assert read_quantization(PUBLISHED[name]).group_sizes == {128}
+
+
 def test_what_says_nothing_of_the_tensors_is_let_through() -> None:
     gptq = quantization_config(Format("gptq")) | {"dynamic": {r"-:.*lm_head": {}}, "is_marlin_format": False}
     assert read_quantization(gptq).gptq_version == 1
