@@ -32,7 +32,7 @@ from tools.quantize_w4 import LINEAR, config_entry, packed_tensors
 from tools.w4_rounding import Options
 
 GROUP = 128
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 32000,
     "hidden_size": 2048,
@@ -54,7 +54,7 @@ def config_of(gigabytes: float, form: str) -> dict[str, Any]:
         torch.Size(s).numel() for n, s in expected_shapes(from_hf(config)).items() if n.startswith("layers")
     )
     per_layer = per_layer * 2 if form == "bf16" else per_layer // 2 + per_layer // GROUP * 2
-    rest = 2 * SHAPE["vocab_size"] * SHAPE["hidden_size"]  # type: ignore[operator]
+    rest = 2 * SHAPE["vocab_size"] * SHAPE["hidden_size"]
     config["num_hidden_layers"] = max(1, round((gigabytes * 1e9 - rest) / per_layer))
     if form == "w4":
         config["quantization_config"] = config_entry(Options(GROUP, True, torch.bfloat16), False)

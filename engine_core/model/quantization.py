@@ -59,8 +59,10 @@ class Quantization:
         return math.gcd(*(columns if size == -1 else size for size in self.group_sizes))
 
 
-def read_quantization(config: Mapping[str, Any]) -> Quantization:
+def read_quantization(config: Any) -> Quantization:
     """Read a quantization_config, or AutoGPTQ's quantize_config.json. Raises StartupError."""
+    if not isinstance(config, dict):
+        raise StartupError("quantization_config is not a JSON object")
     method = config.get("quant_method") or config.get("method") or ("gptq" if "desc_act" in config else None)
     if method not in ("gptq", "awq", "compressed-tensors"):
         raise _refused("quant_method", method, "known: gptq, awq, compressed-tensors")
@@ -71,7 +73,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
         raise _refused(next(iter(layouts)), layouts, f"known: {', '.join(_LAYOUTS[method])}")
     if _only_skips(given.get("dynamic")):
         del given["dynamic"]
-    if (given.get("sparsity_config") or {}).get("format") == "dense":
+    if isinstance(sparsity := given.get("sparsity_config"), dict) and sparsity.get("format") == "dense":
         del given["sparsity_config"]
     _check(method, "", given)
     if method != "compressed-tensors":

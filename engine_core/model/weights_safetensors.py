@@ -67,7 +67,10 @@ class SafetensorsWeights:
             if missing:
                 raise StartupError(f"{path} lacks {sorted(missing)[0]}, which the index promises")
         for name, parts in self._packed.items():
-            self._check_packed(name, parts)
+            try:
+                self._check_packed(name, parts)
+            except (ValueError, IndexError) as error:
+                raise StartupError(f"the 4-bit weight {name} has parts of the wrong shape: {error}") from error
         self._drop_empty_biases(expected_shapes(config))
         self.total_bytes = sum(self._bytes.values())
 
@@ -127,7 +130,7 @@ class SafetensorsWeights:
         if missing := [part for part in _PARTS[method][0].split() if part not in parts]:
             raise StartupError(f"the 4-bit weight {name} lacks {missing[0]}")
         shapes = {part: tuple(file.get_slice(theirs).get_shape()) for part, (file, theirs) in parts.items()}
-        scales = shapes.get("scales") or shapes["weight_scale"]
+        scales = shapes["weight_scale" if method == "compressed-tensors" else "scales"]
         if method == "compressed-tensors":
             rows, columns = _read(parts["weight_shape"]).tolist()
             groups = scales[-1]

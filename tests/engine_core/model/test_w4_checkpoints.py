@@ -132,6 +132,8 @@ def test_names_and_places_of_old_checkpoints(folder: Path) -> None:
         ("scales", torch.zeros(3, 96), "3 groups in 64 input features; its config says 32"),
         ("scales", torch.zeros(1, 96), "1 groups in 64 input features; its config says 32"),
         ("scales", torch.zeros(0, 96), "0 groups"),
+        ("scales", torch.zeros(()), r"layers\.0\.up has parts of the wrong shape"),
+        ("qweight", torch.zeros(8, dtype=torch.int32), r"layers\.0\.up has parts of the wrong shape"),
         ("qweight", torch.zeros(8, 96, dtype=torch.int16), "type I16"),
         ("qweight", torch.zeros(8, 95, dtype=torch.int32), r"layers\.0\.up is \(95, 64\), not \(96, 64\)"),
     ],
@@ -195,6 +197,8 @@ def test_packed_tensors_without_a_config_are_unknown(folder: Path) -> None:
         (CT, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (CT, {"transform_config": {"config_groups": {}}}, "transform_config"),
         (CT, {"config_groups": {}}, "config_groups"),
+        (CT, {"config_groups": {"group_0": "W4A16"}}, "group_0 weights"),
+        (CT, {"sparsity_config": "dense"}, "sparsity_config"),
     ],
 )
 def test_what_is_refused(method: str, change: dict[str, Any], named: str) -> None:
@@ -203,6 +207,11 @@ def test_what_is_refused(method: str, change: dict[str, Any], named: str) -> Non
         config, named = {"bits": 3}, "quant_method"
     with pytest.raises(StartupError, match=named):
         read_quantization(config)
+
+
+def test_an_entry_that_is_no_object() -> None:
+    with pytest.raises(StartupError, match="not a JSON object"):
+        read_quantization("gptq")
 
 
 @pytest.mark.parametrize(
