@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kernels import cuda_linear_w4
 from kernels.compiler import build
 from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV
 from kernels.cuda_layout import all_variants, plain_layout
@@ -105,7 +106,8 @@ def linear_rows() -> Iterator[dict[str, Any]]:
 
 def compile_all() -> int:
     """Compile every variant for every architecture; returns how many spill."""
-    jobs = [(unit, target) for unit in all_variants() for target in ("sm_80", "sm_86", "sm_89", "sm_90")]
+    units = all_variants() + cuda_linear_w4.all_variants()
+    jobs = [(unit, target) for unit in units for target in ("sm_80", "sm_86", "sm_89", "sm_90")]
     spilled = 0
     for (unit, target), binary in zip(jobs, build(jobs), strict=True):
         if binary.spill_bytes:
