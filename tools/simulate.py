@@ -184,7 +184,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
                     axis.plot(pressures, values, marker="o", label=policy)
             axis.set_xscale("log", base=2)
             axis.set_xticks([1, 2, 4], ["1x", "2x", "4x"])
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, axis.get_ylim()[1] * 1.1)
             axis.set_title(f"{trace}: {title}", fontsize=9)
     axes[0][0].legend(fontsize=8)
     grid.savefig(path, dpi=80)
