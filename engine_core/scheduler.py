@@ -19,7 +19,7 @@ long displace the ones that have been idle or in for longest.
 import heapq
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_core.plan import Landed, Row, StepPlan, StepResult
 from engine_core.request import Block, Request, State
@@ -77,7 +77,8 @@ class Scheduler:
         policy: SwapPolicy | None = None,
         residency: type[Residency] = Residency,
     ) -> None:
-        self.capacity, self.policy = capacity, policy or SwapPolicy()
+        self.capacity = capacity
+        self.policy = self._asked = policy or SwapPolicy()
         self.residency = residency(capacity.num_blocks, capacity.block_size, capacity.prefix_cache, self.policy)
         self.pool, self.index = self.residency.pool, self.residency.index
         self.running, self.paused = self.residency.running, self.residency.paused
@@ -132,6 +133,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to compute or to copy."""
         self.residency.now = now
+        self.policy = self._patient_policy()
         if self.policy.swap_every and self.residency.swaps:
             self._swap_needlessly()
         self._let_in()
@@ -148,6 +150,11 @@ class Scheduler:
             request.computed += len(row.tokens)
             request.pending += row.samples
         return StepPlan(self.step, decodes, prefills, copies)
+
+    def _patient_policy(self) -> SwapPolicy:
+        """The policy as asked for, with a pause that suits the length of a step."""
+        steps = self._asked.pause_steps / self.rates.steps if self.rates.steps else 0.0
+        return self._asked if steps <= self._asked.max_pause else replace(self._asked, max_pause=steps)
 
     def _let_in(self) -> None:
         """Bring in who has a place, in order; begin to make room for those who may ask for it."""
@@ -320,6 +327,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float, seconds: float = 0.0) -> list[Outcome]:
         """Take in what a step gave in `seconds`. Requests that were aborted meanwhile are passed over."""
         self.residency.now = now
+        self.rates.learn("steps", 1, seconds)
         if plan.prefills:
             self.rates.learn("prefill", plan.num_tokens, seconds)
         outcomes = []

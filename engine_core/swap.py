@@ -14,7 +14,8 @@ class SwapPolicy:
     """What preemption may do. Times in seconds."""
 
     preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
-    max_pause: float = 0.5  # a request silent for longer may displace others
+    max_pause: float = 0.25  # a request silent for longer may displace others
+    pause_steps: int = 4  # but not before so many steps have gone by: turns of one step would be copies only
     min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again; a quarter if slow
     min_interval: float = 0.25  # between two preemptions of a request
     overcommit: float = 2.0  # newcomers displace others only while all that is there needs at most so many pools
@@ -30,6 +31,7 @@ class Rates:
     copy_out: float = 0.0  # blocks per second
     copy_in: float = 0.0
     prefill: float = 0.0  # tokens per second
+    steps: float = 0.0  # per second
     SMOOTHING = 0.1
 
     def learn(self, name: str, amount: float, seconds: float) -> None:

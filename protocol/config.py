@@ -38,7 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     cpu_offload: bool = True
     max_cpu_offload_mb: int = 2048  # MiB of host memory for the KV of swapped requests at most; 0: recompute only
     preemption: str = "auto"  # how a request makes room: swap, recompute, or what costs less
-    max_pause: float = 0.5  # seconds that one request stays swapped out while others run, as a target
+    max_pause: float = 0.25  # seconds that one request stays swapped out while others run, as a target
     copy_bandwidth_limit: int = 0  # bytes/s of swap copies per direction, to imitate a slower link; 0: no limit
     record: str = ""  # file to write the scheduler's inputs to, for tools/replay.py
     swap_every: int = 0  # swap a request out at every n-th step though there is room: for tests and measurements

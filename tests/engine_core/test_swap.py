@@ -259,6 +259,19 @@ def test_max_pause_bounds_everybodys_silence_by_taking_turns() -> None:
     assert hasty.scheduler.counts.swapped > patient.scheduler.counts.swapped
 
 
+def test_a_pause_is_no_shorter_than_a_few_steps() -> None:
+    """Steps of half a second and turns of a quarter would be copies only."""
+    scheduler = make_scheduler(policy=SwapPolicy(max_pause=0.25))
+    engine = FakeEngine(scheduler)
+    engine.add([1, 2, 3], max_tokens=3)
+    scheduler.rates.steps = 2.0
+    scheduler.schedule(1.0)
+    assert scheduler.policy.max_pause == 2.0
+    scheduler.rates.steps = 300.0
+    scheduler.schedule(2.0)
+    assert scheduler.policy.max_pause == 0.25
+
+
 def test_a_victim_gets_something_done_before_it_is_chosen_again() -> None:
     engine, _ = run_rotation(SwapPolicy("swap", max_pause=0.001, min_tokens=16, min_interval=0.0))
     assert engine.scheduler.counts.swapped <= 4 * (1 + 47 // 4)
