@@ -20,7 +20,6 @@ Greedy, to the last token. Times are those of the client. Each case starts an en
 import argparse
 import asyncio
 import json
-import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,12 +34,12 @@ from frontend.engine_client import EngineClient
 from protocol.config import EngineConfig
 from tools.environment import describe
 from tools.local_engine import ROOT, LocalEngine
+from tools.measurement import Figures, make_streams, percentile, run_all
 from tools.streams import Stream, fresh_status, run_stream
 
 BLOCK = 16
 PROBE_EVERY = 0.3  # seconds
 COUNTERS = ("requests_swapped", "requests_resumed", "requests_recomputed", "requests_failed", "kv_cpu_offload_bytes")
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,21 +54,6 @@ class Sizes:
     long_streams: int = 32
     bystanders: int = 16
     probe: int = 128
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else float("nan")
-
-
-def make_streams(client: EngineClient, count: int, lengths: tuple[int, int], seed: int = 0) -> list[Stream]:
-    """Requests with distinct prompts of `lengths[0]` tokens, to be answered with `lengths[1]`."""
-    draw = random.Random(seed)
-    vocabulary = range(client.model.vocab_size)
-    return [Stream(draw.choices(vocabulary, k=lengths[0]), lengths[1]) for _ in range(count)]
-
-
-async def run_all(client: EngineClient, streams: Sequence[Stream], with_notices: bool = False) -> None:
-    await asyncio.gather(*(run_stream(client, stream, with_notices=with_notices) for stream in streams))
 
 
 def steady(streams: Sequence[Stream]) -> Figures:
