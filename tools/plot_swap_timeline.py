@@ -188,7 +188,8 @@ def _title(timeline: Timeline, lanes: Sequence[Lane]) -> str:
     tokens = sum(len(lane.tokens) for lane in lanes)
     again = f", {timeline.recomputed} recomputes" if timeline.recomputed else ", no token computed twice"
     pool = f"a pool of {timeline.num_blocks} blocks"
-    return f"{len(lanes)} requests in {pool}: {tokens} tokens, {timeline.swapped} swaps{again}"
+    count = f"{len(lanes)}" if len(lanes) == len(timeline.lanes) else f"{len(lanes)} of {len(timeline.lanes)}"
+    return f"{count} requests in {pool}: {tokens} tokens, {timeline.swapped} swaps{again}"
 
 
 def _draw_requests(axes: Any, lanes: Sequence[Lane], zero: float) -> None:
