@@ -51,6 +51,7 @@ from tools.measurement import (
 from tools.traces import HASHED_TOKENS, TraceRequest, read_trace, synthetic_trace
 
 KEY = os.environ.get("PAGETIDE_API_KEY", "")  # not an option: the report has those
+TIMEOUT = 900.0  # seconds of a request
 LIMIT = 1 << 20  # bytes of a line at most
 COUNTERS = ("requests_swapped", "requests_recomputed", "requests_failed", "prefix_cache_hit_tokens")
 COLUMNS: list[Column] = [
@@ -132,9 +133,12 @@ async def ask(call: Call, url: str, model: str) -> None:
         reader, writer = await asyncio.open_connection(place.hostname, place.port or 80, limit=LIMIT)
         try:
             writer.write(head.encode() + b"\r\n" + data)
-            await _read(call, reader)
+            async with asyncio.timeout(TIMEOUT):
+                await _read(call, reader)
         finally:
             writer.close()
+    except TimeoutError:
+        call.error = f"no end within {TIMEOUT:.0f} s"
     except OSError as error:
         call.error = f"connection: {error.strerror or error}"
 
@@ -253,6 +257,13 @@ def get(url: str) -> dict[str, Any]:
         return {}
 
 
+def _model_at(url: str) -> str:
+    found = get(f"{url}/v1/models").get("data")
+    if not found:
+        raise SystemExit(f"error: {url} names no model; is it there, and is PAGETIDE_API_KEY its key?")
+    return str(found[0]["id"])
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, max_cache=1024, max_new_tokens=256, iterations=1)
     parser.add_argument("--url", default="", help="of a server that runs; the default is one of our own")
@@ -284,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with target(options) as url:
         before = get(f"{url}/status")  # only a Pagetide has it
         vocab_size = options.vocab_size or before.get("model", {}).get("vocab_size", 1000)
-        model = options.model or get(f"{url}/v1/models")["data"][0]["id"]
+        model = options.model or _model_at(url)
         uvloop.run(ask(Call([1, 2, 3], 2), url, model))  # a warm-up
         calls, seconds = list[Call](), 0.0
         for begin in range(0, count, options.requests):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,16 @@ def test_a_load_at_a_rate_and_at_a_concurrency(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(output.read_text())["completed"] == 6
     with pytest.raises(SystemExit, match="has 12 requests, not 18"):
         main([*flags, "--iterations", "3"])
+
+
+def test_nobody_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(SystemExit, match="names no model"):
+        main(["--checkpoint", "m", "--url", f"http://127.0.0.1:{port}/v1"])
+    call = Call([1], 2)
+    asyncio.run(ask(call, f"http://127.0.0.1:{port}", "m"))
+    assert call.error.startswith("connection: ")
 
 
 def test_options() -> None:
