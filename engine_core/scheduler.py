@@ -153,7 +153,7 @@ class Scheduler:
 
     def _patient_policy(self) -> SwapPolicy:
         """The policy as asked for, with a pause that suits the length of a step."""
-        steps = self._asked.pause_steps / self.rates.steps if self.rates.steps else 0.0
+        steps = self._asked.pause_steps * self.rates.longest_step
         return self._asked if steps <= self._asked.max_pause else replace(self._asked, max_pause=steps)
 
     def _let_in(self) -> None:
@@ -327,7 +327,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float, seconds: float = 0.0) -> list[Outcome]:
         """Take in what a step gave in `seconds`. Requests that were aborted meanwhile are passed over."""
         self.residency.now = now
-        self.rates.learn("steps", 1, seconds)
+        self.rates.saw_step(seconds)
         if plan.prefills:
             self.rates.learn("prefill", plan.num_tokens, seconds)
         outcomes = []

@@ -15,7 +15,7 @@ class SwapPolicy:
 
     preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
     max_pause: float = 0.25  # a request silent for longer may displace others
-    pause_steps: int = 4  # but not before so many steps have gone by: turns of one step would be copies only
+    pause_steps: int = 4  # but not before so many of the longest steps: turns of a step would be copies only
     min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again; a quarter if slow
     min_interval: float = 0.25  # between two preemptions of a request
     overcommit: float = 2.0  # newcomers displace others only while all that is there needs at most so many pools
@@ -31,8 +31,12 @@ class Rates:
     copy_out: float = 0.0  # blocks per second
     copy_in: float = 0.0
     prefill: float = 0.0  # tokens per second
-    steps: float = 0.0  # per second
+    longest_step: float = 0.0  # seconds, of late: it halves in some 140 steps
     SMOOTHING = 0.1
+
+    def saw_step(self, seconds: float) -> None:
+        """A step took so long."""
+        self.longest_step = max(seconds, self.longest_step * 0.995)
 
     def learn(self, name: str, amount: float, seconds: float) -> None:
         """Take in a measurement: a moving average over about ten."""

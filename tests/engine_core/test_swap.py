@@ -264,10 +264,11 @@ def test_a_pause_is_no_shorter_than_a_few_steps() -> None:
     scheduler = make_scheduler(policy=SwapPolicy(max_pause=0.25))
     engine = FakeEngine(scheduler)
     engine.add([1, 2, 3], max_tokens=3)
-    scheduler.rates.steps = 2.0
+    scheduler.rates.saw_step(0.5)
     scheduler.schedule(1.0)
     assert scheduler.policy.max_pause == 2.0
-    scheduler.rates.steps = 300.0
+    for _ in range(600):
+        scheduler.rates.saw_step(0.003)
     scheduler.schedule(2.0)
     assert scheduler.policy.max_pause == 0.25
 
