@@ -15,23 +15,16 @@ as it should be: a request unfinished, a number of swaps or resumes other than o
 
 import argparse
 import asyncio
-import json
-import tempfile
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from frontend.engine_client import EngineClient
-from frontend.models import DEFAULT_MODEL, local_path
 from kernels.kv_format import kv_codecs
-from protocol.config import EngineConfig
-from tools.environment import describe
-from tools.local_engine import LocalEngine
+from tools.measurement import checked, config_of, engine, parser_of, save
 from tools.streams import Stream, fresh_status, random_prompts, run_stream
 
-BACKENDS = {"auto": "auto", "w4a16": "int4", "w8a16": "int8", "int8": "int8", "fp16": "dense", "bf16": "dense"}
 BLOCKS = 3
 CALM_BLOCKS = 64
 NO_TURNS = 600.0  # seconds; taking turns would swap more than once where 8 tokens take long
@@ -76,20 +69,15 @@ def run_engine(
     options: argparse.Namespace, kv_cache_dtype: str, is_calm: bool
 ) -> tuple[list[Pair], list[dict[str, float]]]:
     """All iterations in one engine, after one that isn't counted."""
-    config = EngineConfig(
-        model=str(options.checkpoint),
-        device=options.device,
-        weights=BACKENDS[options.backend],
+    blocks = CALM_BLOCKS if is_calm else BLOCKS
+    config = config_of(
+        options,
         kv_cache_dtype=kv_cache_dtype,
-        block_size=options.block_size,
-        num_blocks=CALM_BLOCKS if is_calm else BLOCKS,
+        num_blocks=blocks,
         max_running=1 if is_calm else 64,  # so that no step has both, as in the small pool
-        max_cache=min(options.max_cache, (CALM_BLOCKS if is_calm else BLOCKS) * options.block_size),
-        max_cpu_offload_mb=options.max_cpu_offload_mb,
-        prefill_chunk_tokens=options.prefill_chunk_tokens,
+        max_cache=min(options.max_cache, blocks * options.block_size),
         prefix_cache=False,
         preemption="swap",
-        max_pause=NO_TURNS,
     )
     pairs = [make_pair(number, options) for number in range(options.iterations)]
 
@@ -97,12 +85,8 @@ def run_engine(
         await run_round(client, make_pair(-1, options))
         return [await run_round(client, pair) for pair in pairs]
 
-    with tempfile.TemporaryDirectory(prefix="pt-") as directory:
-        engine = LocalEngine(Path(directory), config)
-        try:
-            return pairs, engine.run(scenario, 3600)
-        finally:
-            engine.stop()
+    with engine(config) as running:
+        return pairs, running.run(scenario, 3600)
 
 
 def measure(options: argparse.Namespace, kv_cache_dtype: str) -> dict[str, Any]:
@@ -152,21 +136,10 @@ def report(figures: list[dict[str, Any]]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=local_path(DEFAULT_MODEL), help="GGUF file or folder")
-    parser.add_argument("--backend", choices=list(BACKENDS), default="auto", help="how weights are kept")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="a format, or all of them")
-    parser.add_argument("--max-cache", type=int, default=128, help="tokens")
-    parser.add_argument("--max-new-tokens", type=int, default=8)
-    parser.add_argument("--block-size", type=int, default=16, help="tokens")
-    parser.add_argument("--max-cpu-offload-mb", type=int, default=256, help="MiB")
-    parser.add_argument("--prefill-chunk-tokens", type=int, default=512)
-    parser.add_argument("--iterations", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the figures as JSON")
-    options = parser.parse_args()
-    if options.checkpoint is None:
-        parser.error("needs --checkpoint, or the default model: run `pagetide pull`")
+    parser = parser_of(
+        __doc__, max_cache=128, max_new_tokens=8, max_cpu_offload_mb=256, iterations=5, max_pause=NO_TURNS
+    )
+    options = checked(parser, None)
     if not 2 <= options.max_new_tokens <= options.block_size:
         parser.error(f"--max-new-tokens {options.max_new_tokens} is out of range: 2 to --block-size")
     if options.max_cache < BLOCKS * options.block_size:
@@ -184,9 +157,7 @@ def main() -> int:
     summary: dict[str, Any] = {
         name: sum(one[name] for one in figures) for name in ("requests", "completed", "swaps", "resumes")
     } | {"identical": all(one["identical"] for one in figures)}
-    if options.output:
-        details = figures[0] if len(figures) == 1 else {"formats": figures}
-        options.output.write_text(json.dumps(summary | details | {"environment": describe()}, indent=1))
+    save(options, summary | (figures[0] if len(figures) == 1 else {"formats": figures}))
     is_right = summary["requests"] == summary["completed"] and all(one["each_round"] for one in figures)
     return 0 if is_right and summary["identical"] else 1
 

@@ -10,7 +10,7 @@ next, over all requests of a level. tokens/s: all tokens by the time from the fi
 iterations.
 
 With `--bandwidth`, the device's in GB/s, a last column says which share of its floor a level's median TPOT reaches: the
-time that reading the weights once takes.
+time that reading the weights once takes. For a GPU: a CPU may keep weights in two forms and read one of them.
 """
 
 import argparse
