@@ -56,9 +56,12 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def insert_full(self, request: Request) -> None:
-        """Let the blocks that a request has filled be found."""
-        while self._enabled and (request.indexed + 1) * self._block_size <= request.computed:
+    def insert_full(self, request: Request, done: int) -> None:
+        """Let the full blocks of a request's first `done` tokens be found.
+
+        `request.computed` may be more: a step in flight counts there, and may fail.
+        """
+        while self._enabled and (request.indexed + 1) * self._block_size <= min(done, request.computed):
             self.insert(self._digest_of(request, request.indexed), request.table[request.indexed])
             request.indexed += 1
 

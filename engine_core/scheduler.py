@@ -339,15 +339,15 @@ class Scheduler:
                 continue
             if request.sampling.prompt_logprobs >= 0:
                 self._take_prompt_logprobs(request, row, result)
-            request.reached = max(request.reached, row.start + len(row.tokens))
-            request.last_active = now
+            done = row.start + len(row.tokens)
+            request.reached, request.last_active = max(request.reached, done), now
             if token is not None:
-                outcomes.append(self._take_token(request, token))
+                outcomes.append(self._take_token(request, token, done))
             else:
-                self.index.insert_full(request)
+                self.index.insert_full(request, done)
         return outcomes
 
-    def _take_token(self, request: Request, token: int) -> Outcome:
+    def _take_token(self, request: Request, token: int, done: int) -> Outcome:
         request.pending -= 1
         if token < 0:
             self._discard(request)
@@ -355,7 +355,7 @@ class Scheduler:
         if request.state is State.PREFILL:
             request.enter(State.DECODE, self.now)
         request.output.append(token)
-        self.index.insert_full(request)
+        self.index.insert_full(request, done)
         finish = Finish.NONE
         if (token in self._eos and not request.sampling.ignore_eos) or token in request.sampling.stop_token_ids:
             finish = Finish.STOP

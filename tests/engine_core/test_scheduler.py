@@ -326,6 +326,20 @@ def test_kv_of_a_request_with_non_finite_logits_is_not_found_again() -> None:
     assert request.cached_tokens == 0
 
 
+def test_kv_is_found_only_when_its_step_has_ended_well() -> None:
+    """A step in flight may fail when its request has gone already, so nobody discards what it was to write."""
+    scheduler = make_scheduler()
+    gone, again = make_request(scheduler, [1] * 7), make_request(scheduler, [1] * 7 + [5, 6])
+    scheduler.add(gone)
+    first, _in_flight = scheduler.schedule(0.0), scheduler.schedule(0.0)
+    scheduler.commit(first, StepResult([5]), 0.0)
+    assert gone.computed == 8
+    scheduler.abort(gone.id)
+    scheduler.add(again)
+    scheduler.schedule(0.0)
+    assert again.cached_tokens == 4
+
+
 def test_results_of_aborted_requests_are_passed_over() -> None:
     scheduler = make_scheduler()
     gone, stays = make_request(scheduler, [1]), make_request(scheduler, [2])
