@@ -6,12 +6,10 @@ from torch import Tensor
 from engine_core.cuda_inputs import StepInputs
 from engine_core.model.decoder import Decoder, gelu_mul
 from engine_core.model.rope import rope_table
-from kernels.compiler import KernelError
 from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV
 from kernels.cuda_elementwise import add_rms_norm, embedding, rms_norm, silu_mul
 from kernels.cuda_layout import KVLayout
 from kernels.kv_format import BlockLayout
-from protocol.errors import StartupError
 
 _GATES = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 Kind = tuple[str, str]  # formats of K and V
@@ -23,16 +21,13 @@ class CudaForward:
     def __init__(
         self, decoder: Decoder, layout: BlockLayout, pool: Tensor, inputs: StepInputs, max_context: int
     ) -> None:
-        """`pool` is uint8 `[num_blocks, image_bytes]`. Raises StartupError if the kernels don't know such a model."""
+        """`pool` is uint8 `[num_blocks, image_bytes]`. Raises KernelError if the kernels don't know such a model."""
         config = decoder.config
         self.pool, self._decoder, self._inputs = pool, decoder, inputs
         self._eps, self._head_dim, self._heads = config.rms_norm_eps, config.head_dim, config.num_heads
         self._gate = _GATES[config.activation]
-        try:
-            self._layouts = [_kernel_layout(layout, number) for number in range(config.num_layers)]
-            self._make_ops(decoder, inputs.max_rows)
-        except KernelError as error:
-            raise StartupError(f"--device cuda: {error}") from error
+        self._layouts = kernel_layouts(layout)
+        self._make_ops(decoder, inputs.max_rows)
         self._cos_sin = {
             rope: _cos_sin(*found, max_context, pool.device) for rope, found in decoder.frequencies.items()
         }
@@ -110,20 +105,24 @@ class CudaForward:
         return add_rms_norm(x, hidden, following, self._eps)
 
 
-def _kernel_layout(layout: BlockLayout, number: int) -> KVLayout:
-    layer, shape = layout.layers[number], layout.shape
-    return KVLayout(
-        layer.k.kernel,
-        layer.v.kernel,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.block_size,
-        layout.image_bytes,
-        layer.k_offset,
-        layer.v_offset,
-        layer.k_scale_offset,
-        layer.v_scale_offset,
-    )
+def kernel_layouts(layout: BlockLayout) -> list[KVLayout]:
+    """The layers of a layout as the kernels know them. Raises KernelError for sizes that they don't know."""
+    shape = layout.shape
+    return [
+        KVLayout(
+            layer.k.kernel,
+            layer.v.kernel,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            layout.image_bytes,
+            layer.k_offset,
+            layer.v_offset,
+            layer.k_scale_offset,
+            layer.v_scale_offset,
+        )
+        for layer in layout.layers
+    ]
 
 
 def _cos_sin(frequencies: Tensor, factor: float, max_context: int, device: torch.device) -> Tensor:

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from engine_core.batch import wants_prompt_logprobs
-from engine_core.cuda_forward import CudaForward
+from engine_core.cuda_forward import CudaForward, kernel_layouts
 from engine_core.cuda_inputs import StepInputs, padded
 from engine_core.cuda_sampler import Columns, CudaSampler, PendingLogprobs
 from engine_core.cuda_transfer import CudaTransfer
 from engine_core.device import open_device
-from engine_core.memory import MemoryPlan, OpenModel, open_model, plan_memory
+from engine_core.memory import MemoryPlan, OpenModel, open_model, plan_memory, refusal
 from engine_core.model.decoder import Decoder
 from engine_core.plan import Row, StepPlan, StepResult
 from engine_core.runner import Transfer
 from engine_core.sampler import entries
 from engine_core.transfer import HostPool
+from kernels.compiler import KernelError
 from kernels.launcher import probe
 from protocol.config import EngineConfig
 from protocol.errors import StartupError
@@ -26,7 +27,8 @@ from protocol.messages import SamplingParams
 
 _RESULTS = 3  # steps in flight at most
 _MARGIN = 256 << 20  # bytes kept free for what CUDA and cuBLAS take later
-_LARGE_BUCKET = 16
+_LARGE_BUCKET, _HUGE_BUCKET = 16, 64  # rows from one graph's size to the next; beyond _MOST_LARGE the latter
+_MOST_LARGE = 128
 
 
 class CudaStep:
@@ -35,7 +37,7 @@ class CudaStep:
     def __init__(self, tokens: Tensor, logprobs: PendingLogprobs | None) -> None:
         self.passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._tokens, self._logprobs = tokens, logprobs
-        self.prompt_logprobs: list[tuple[Row, list[int], Columns]] = []
+        self.prompt_logprobs: list[tuple[Row, Sequence[int], Columns]] = []  # in pieces, in order
 
     def tokens(self) -> StepResult:
         """See `StepHandle`."""
@@ -44,7 +46,7 @@ class CudaStep:
         if self._logprobs is not None:
             result.logprobs = self._logprobs.collect()
         for row, following, columns in self.prompt_logprobs:
-            result.prompt_logprobs[row.request_id] = entries(following, columns)
+            result.prompt_logprobs.setdefault(row.request_id, []).extend(entries(following, columns))
         return result
 
 
@@ -59,13 +61,16 @@ class DecodeGraph:
 class CudaRunner:
     """A `Runner` over one decoder and one KV pool. Decode steps are CUDA graphs, by number of rows."""
 
+    pool: Tensor  # uint8 [num_blocks, image_bytes]
+    _forward: CudaForward
+
     def __init__(self, decoder: Decoder, model: OpenModel, config: EngineConfig, memory: MemoryPlan) -> None:
         self.model_config, self.memory_plan = decoder.config, memory
         self.vocab_size, self.max_context = model.vocab_size, memory.max_context
         self.eos_token_ids = list(decoder.config.eos_token_ids)
         self.kv_cache_dtype, self.block_bytes = memory.kv.name, memory.kv.block_bytes
         self.layout, self.decoder = model.kv_layout, decoder
-        device, rows, self._block_size = decoder.embedding.device, config.max_running, config.block_size
+        device, rows = decoder.embedding.device, config.max_running
         blocks = -(-memory.max_context // config.block_size)
         self.inputs = StepInputs(rows, rows + config.prefill_chunk_tokens, blocks, config.block_size, device)
         self.sampler = CudaSampler(self.vocab_size, decoder.dtype, self.inputs, self.eos_token_ids)
@@ -75,13 +80,14 @@ class CudaRunner:
         self.host_pool: HostPool | None = None
         self.start_seconds: dict[str, float] = {}  # by what they were spent on
         self.graphs: dict[int, DecodeGraph] = {}
-        self._chunk = min(config.prefill_chunk_tokens, memory.max_context)
-        self.use_pool(1 + self._chunk // config.block_size)
+        self._largest = largest_step(rows, config.prefill_chunk_tokens, memory.max_context, config.block_size)
+        self.use_pool(len(self._largest.prefills[0].blocks))
 
     def use_pool(self, num_blocks: int) -> None:
         """Allocate a pool in place of the one before it; its graphs are gone."""
         self.graphs.clear()
-        self.pool = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+        if hasattr(self, "pool"):
+            del self.pool, self._forward  # the old one goes first, and both hold it
         shape = num_blocks, self.layout.image_bytes
         self.pool = torch.empty(shape, dtype=torch.uint8, device=self.decoder.embedding.device)
         self.num_blocks = num_blocks
@@ -150,10 +156,12 @@ class CudaRunner:
         for row in plan.prefills:
             following = list(row.prompt[row.start + 1 : row.start + len(row.tokens) + 1])
             if wants_prompt_logprobs(row) and following:
-                logits = self._soften(self.decoder.head(hidden[at : at + len(following)]))[:, : self.vocab_size]
-                tokens = torch.tensor(following, device=hidden.device)
-                columns = self.sampler.top(logits.float(), tokens, row.sampling.prompt_logprobs)
-                step.prompt_logprobs.append((row, following, columns))
+                for first in range(0, len(following), self.sampler.most_rows):
+                    piece = following[first : first + self.sampler.most_rows]
+                    logits = self._soften(self.decoder.head(hidden[at + first :][: len(piece)]))
+                    step.prompt_logprobs.append(
+                        (row, piece, self.sampler.top(logits, piece, row.sampling.prompt_logprobs))
+                    )
             at += len(row.tokens)
 
     @torch.inference_mode()
@@ -161,21 +169,20 @@ class CudaRunner:
         """Run the largest step there can be; the most bytes that it took beside weights and pool."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        sampling = SamplingParams()
-        decodes = [Row(-1 - n, [0], 0, [0], True, sampling, 0) for n in range(self.inputs.max_rows - 1)]
-        blocks = list(range(-(-self._chunk // self._block_size)))
-        prefill = Row(-self.inputs.max_rows, [0] * self._chunk, 0, blocks, True, sampling, 0)
-        self.launch(StepPlan(0, decodes, [prefill])).tokens()
+        self.launch(self._largest).tokens()
         return torch.cuda.max_memory_allocated() - before
+
+    @property
+    def graph_bytes(self) -> int:
+        """What the graphs' results will take: each keeps its own."""
+        return sum(graph_sizes(self.inputs.max_rows)) * self.model_config.vocab_size * self.decoder.dtype.itemsize
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture decode graphs, the largest first: the smaller ones use its memory."""
-        sizes = [size for size in (1, 2, 4, 8) if size < self.inputs.max_rows]
-        sizes += [*range(_LARGE_BUCKET, self.inputs.max_rows, _LARGE_BUCKET), self.inputs.max_rows]
         found: dict[int, DecodeGraph] = {}
         memory = torch.cuda.graph_pool_handle()
-        for size in reversed(sizes):
+        for size in reversed(graph_sizes(self.inputs.max_rows)):
             self.inputs.upload(StepPlan(0, [], []), {}, size)
             graph = torch.cuda.CUDAGraph()
             self._decode(size)  # cuBLAS chooses its kernels outside of the capture
@@ -192,14 +199,50 @@ class CudaRunner:
         return logits
 
 
+def graph_sizes(max_rows: int) -> list[int]:
+    """Rows of the decode graphs, in order; the last takes every step."""
+    most = min(max_rows, _MOST_LARGE)
+    sizes = [size for size in (1, 2, 4, 8) if size < max_rows] + list(range(_LARGE_BUCKET, most, _LARGE_BUCKET))
+    return [*sizes, *range(_MOST_LARGE, max_rows, _HUGE_BUCKET), max_rows]
+
+
+def largest_step(max_rows: int, chunk_tokens: int, max_context: int, block_size: int) -> StepPlan:
+    """The step that takes most memory: of all rows, with all tokens, and whatever one can ask of the sampling."""
+    sampling = SamplingParams(logit_bias={0: 1.0}, min_tokens=1, stop_token_ids=[0], logprobs=1, prompt_logprobs=1)
+    prefills: list[Row] = []
+    while chunk_tokens > 0 and len(prefills) < max_rows:
+        ids = [0] * min(chunk_tokens, max_context)
+        blocks = list(range(-(-len(ids) // block_size)))
+        prefills.append(Row(-1 - len(prefills), ids, 0, blocks, True, sampling, 0, ids))
+        chunk_tokens -= len(ids)
+    numbers = range(len(prefills), max_rows)
+    return StepPlan(0, [Row(-1 - number, [0], 0, [0], True, sampling, 0, [0]) for number in numbers], prefills)
+
+
 def load_cuda_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> CudaRunner:
     """Load `config.model`, size the pool by what is free after a warm-up, capture graphs. Raises StartupError."""
     device = open_device(config.device)
-    probe(device.index or 0)
-    model = open_model(config, device)
-    if model.maker.dtype == torch.float32:
-        raise StartupError("--dtype fp32 is for the CPU: the CUDA kernels compute in bf16 or fp16")
-    memory = plan_memory(model, config)
+    memory: MemoryPlan | None = None
+    try:
+        probe(device.index or 0)
+        model = open_model(config, device)
+        if model.maker.dtype == torch.float32:
+            raise StartupError("--dtype fp32 is for the CPU: the CUDA kernels compute in bf16 or fp16")
+        kernel_layouts(model.kv_layout)
+        memory = plan_memory(model, config)
+        return _load(config, model, memory, progress)
+    except KernelError as error:
+        raise StartupError(f"--device cuda: {error}") from error
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"the GPU's memory ran out while the model was loaded: {memory.summary() if memory else ''}; lower "
+            f"--max-cache, --max-running, --prefill-chunk-tokens or --gpu-memory-utilization ({error})"
+        ) from error
+
+
+def _load(
+    config: EngineConfig, model: OpenModel, memory: MemoryPlan, progress: Callable[[int, int], None]
+) -> CudaRunner:
     weights = model.weights
     if weights is None:
         raise StartupError(f"{config.model} has a config.json but no weights")
@@ -219,7 +262,7 @@ def load_cuda_runner(config: EngineConfig, progress: Callable[[int, int], None])
     clock.append(time.monotonic())
     runner = CudaRunner(decoder, model, config, memory)
     runner.host_pool = host_pool
-    workspace = runner.warm_up()
+    workspace = runner.warm_up() + runner.graph_bytes
     clock.append(time.monotonic())
     runner.memory_plan = _fit(runner, config, memory, workspace)
     runner.use_pool(runner.memory_plan.kv.num_blocks)
@@ -238,12 +281,13 @@ def _fit(runner: CudaRunner, config: EngineConfig, plan: MemoryPlan, workspace: 
     free += runner.pool.nbytes
     used = plan.free - free  # by weights, buffers, CUDA itself
     budget = min(config.gpu_memory or int(total * config.gpu_memory_utilization), plan.free) - used
-    blocks = config.num_blocks or max(0, budget - workspace - _MARGIN) // block
+    left = max(0, budget - workspace - _MARGIN)
+    blocks = config.num_blocks or left // block
     needed = -(-plan.max_context // config.block_size)
-    if blocks < needed or blocks * block > free - workspace:
-        raise StartupError(
-            f"after loading, {free >> 20} MiB are free, a step takes {workspace >> 20} MiB, and --gpu-memory leaves "
-            f"{max(0, budget) >> 20} MiB: that is {blocks} KV blocks, and one context of {plan.max_context} tokens "
-            f"needs {needed}; lower --max-cache, --max-running or --prefill-chunk-tokens, or raise --gpu-memory"
-        )
-    return replace(plan, workspace=workspace, kv=replace(plan.kv, num_blocks=blocks))
+    formats = plan.formats
+    if not config.num_blocks:
+        formats = tuple(replace(kv, num_blocks=left // kv.block_bytes) for kv in formats)
+    plan = replace(plan, workspace=workspace, kv=replace(plan.kv, num_blocks=blocks), formats=formats)
+    if blocks < needed or plan.kv.pool > free - workspace:
+        raise StartupError(refusal(plan, config, left, needed))
+    return plan

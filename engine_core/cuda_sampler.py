@@ -8,13 +8,14 @@ from torch import Tensor
 
 from engine_core.cuda_inputs import StepInputs
 from engine_core.plan import Row
-from engine_core.sampler import Sampler, entries
+from engine_core.sampler import Sampler, entries, first
 from kernels import cuda_sampling
 from kernels.cuda_sampling import Sampling
 from kernels.sampling import GREEDY_BELOW
 from protocol.messages import TopLogprobs
 
 Columns = tuple[Tensor, Tensor, Tensor, Tensor]
+_LEAST_ROWS = 64  # of log-probabilities at once: a prompt's would take long one by one
 
 
 class CudaSampler(Sampler):
@@ -25,13 +26,15 @@ class CudaSampler(Sampler):
         super().__init__(vocab_size, device, eos_token_ids, cuda_sampling)
         self._inputs = inputs
         self.sampled = torch.zeros(inputs.max_rows, dtype=torch.int64, device=device)
-        self._by_dtype = {kind: Sampling(inputs.max_rows, vocab_size, kind, device) for kind in {dtype, torch.float32}}
+        self.most_rows = max(inputs.max_rows, _LEAST_ROWS)
+        self._by_dtype = {kind: Sampling(self.most_rows, vocab_size, kind, device) for kind in {dtype, torch.float32}}
 
     def launch(self, logits: Tensor, rows: Sequence[Row]) -> "PendingLogprobs | None":
         """Sample from logits `[R, V]` of the rows that sample, into `sampled[:R]`; parameters are the inputs'."""
         logits = logits[:, : self._vocab_size]
         asked = [index for index, row in enumerate(rows) if row.sampling.logprobs >= 0]
-        raw = logits[asked].float() if asked else None
+        places = self._column(asked) if asked else None
+        raw = None if places is None else logits.index_select(0, places).float()
         if self.changes_logits(rows):
             logits = logits.float()
             self.change_logits(logits, rows)
@@ -50,24 +53,36 @@ class CudaSampler(Sampler):
                 (inputs.seed[at], inputs.choice[at], inputs.position[at]),
                 tokens,
             )
-        if raw is None:
+        if places is None or raw is None:
             return None
         most = min(max(rows[index].sampling.logprobs for index in asked), self._vocab_size)
-        chosen = tokens[asked].clamp(min=0)
-        return PendingLogprobs([rows[index] for index in asked], self.top(raw, chosen, most), chosen)
+        chosen = tokens.index_select(0, places).clamp(min=0)
+        return PendingLogprobs([rows[index] for index in asked], self._top_of(raw, chosen, most), to_host(chosen))
 
-    def top(self, logits: Tensor, tokens: Tensor, count: int) -> Columns:
-        """Log-probabilities of tokens `[T]` and of the `count` best, given float32 logits `[T, V]`."""
-        most = len(self.sampled)
-        pieces = [slice(start, start + most) for start in range(0, len(logits), most)]
-        parts = [self._by_dtype[torch.float32].top_logprobs(logits[at], tokens[at], count) for at in pieces]
-        own, rank, ids, values = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    def top(self, logits: Tensor, tokens: Sequence[int], count: int) -> Columns:
+        """Log-probabilities of tokens and of the `count` best, given logits `[T, V]`; T is `most_rows` at most.
+
+        They are on the host once the step has passed.
+        """
+        logits = logits[:, : self._vocab_size].float()
+        return self._top_of(logits, self._column(tokens), min(count, self._vocab_size))
+
+    def _top_of(self, logits: Tensor, tokens: Tensor, count: int) -> Columns:
+        own, rank, ids, values = map(to_host, self._by_dtype[torch.float32].top_logprobs(logits, tokens, count))
         return own, rank, ids, values
+
+    def _sent(self, column: Tensor) -> Tensor:
+        return column.pin_memory().to(self._device, non_blocking=True)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy in pinned memory, of which to read nothing before the stream has got there."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class PendingLogprobs:
-    """Log-probabilities of the tokens of some rows, still on the device."""
+    """Log-probabilities of the tokens of some rows, on their way to the host."""
 
     rows: Sequence[Row]
     columns: Columns
@@ -76,4 +91,6 @@ class PendingLogprobs:
     def collect(self) -> dict[int, TopLogprobs]:
         """By request id, once the step has passed."""
         found = entries(self.tokens.tolist(), self.columns)
-        return {row.request_id: entry for row, entry in zip(self.rows, found, strict=True)}
+        return {
+            row.request_id: first(entry, row.sampling.logprobs) for row, entry in zip(self.rows, found, strict=True)
+        }

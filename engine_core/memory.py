@@ -190,7 +190,7 @@ def plan_memory(model: OpenModel, config: EngineConfig) -> MemoryPlan:
     )
     left = budget - plan.workspace
     if plan.kv.num_blocks < needed or plan.kv.pool > left:
-        raise StartupError(_refusal(plan, config, left, needed))
+        raise StartupError(refusal(plan, config, left, needed))
     return plan
 
 
@@ -264,17 +264,21 @@ def _weight_bytes(config: ModelConfig, weights: Weights | None, maker: LinearMak
 def _workspace(model: OpenModel, config: EngineConfig, context: int, layout: BlockLayout) -> int:
     """Bytes of a step's largest tensors: activations, logits, one layer's gathered KV with its row indices.
 
-    8-bit KV is gathered and widened: to the compute dtype, under a scale to float32 before.
+    8-bit KV is gathered and widened: to the compute dtype, under a scale to float32 before. On a GPU, where nothing is
+    gathered, this is an estimate to plan with before a warm-up measures.
     """
     shape = model.config
     rows = config.prefill_chunk_tokens + config.max_running
     width = 3 * shape.hidden_size + 3 * shape.intermediate_size + 3 * shape.head_dim * shape.num_heads
     logits = 3 * config.max_running * shape.vocab_size * 4  # float32; the sampler sorts a copy
+    step = rows * width * model.maker.dtype.itemsize + logits
+    if model.maker.device.type == "cuda":
+        return step
     codec = layout.codec
     element = model.maker.dtype.itemsize + (codec.dtype == torch.uint8) + 4 * codec.has_scale
     gathered = 2 * context * shape.num_kv_heads * (shape.head_dim * element + 8 + 8 * codec.has_scale)
     scores = 128 * shape.num_heads * context * 4  # a tile of a chunk's queries
-    return rows * width * model.maker.dtype.itemsize + logits + gathered + scores
+    return step + gathered + scores
 
 
 def _check_weights(config: ModelConfig, weights: Weights) -> ModelConfig:
@@ -285,12 +289,13 @@ def _check_weights(config: ModelConfig, weights: Weights) -> ModelConfig:
     return config
 
 
-def _refusal(plan: MemoryPlan, config: EngineConfig, left: int, needed: int) -> str:
+def refusal(plan: MemoryPlan, config: EngineConfig, left: int, needed: int) -> str:
+    """Why a plan is refused that has `left` bytes for the pool, and needs `needed` blocks: figures and options."""
     if config.num_blocks:
         option = "--num-blocks is too low" if config.num_blocks < needed else "lower --num-blocks"
     else:
         option = "raise --gpu-memory, or lower it with" if config.gpu_memory else "lower it with"
-        option += " --max-cache"
+        option += " --max-cache, --max-running or --prefill-chunk-tokens"
     return (
         f"the KV pool can't hold one context of {plan.max_context} tokens ({_mib(needed * plan.kv.block_bytes)}): "
         f"total {_mib(plan.total)}, free at start {_mib(plan.free)}, weights {_mib(plan.weights)}, workspace "

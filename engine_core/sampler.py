@@ -64,7 +64,7 @@ class Sampler:
         most = max(rows[index].sampling.logprobs for index in asked)
         entries = self._top(raw, [max(tokens[index], 0) for index in asked], most)
         return tokens, {
-            rows[index].request_id: _first(entry, rows[index].sampling.logprobs)
+            rows[index].request_id: first(entry, rows[index].sampling.logprobs)
             for index, entry in zip(asked, entries, strict=True)
             if tokens[index] >= 0
         }
@@ -123,7 +123,7 @@ class Sampler:
             subtract += entry.subtract
         self._adjustments = current
         if token:
-            row_index = torch.repeat_interleave(self._column(indices), self._column(counts))
+            row_index = torch.repeat_interleave(self._column(indices), self._column(counts), output_size=len(token))
             floats = (self._buffer(column, torch.float32) for column in (bias, repetition, subtract))
             self._ops.adjust(logits, row_index, self._buffer(token, torch.int64), *floats)
 
@@ -135,7 +135,7 @@ class Sampler:
             for token in (*self._eos, *row.sampling.stop_token_ids)
         ]
         if places:
-            self._ops.forbid(logits, *self._column(places).T)
+            self._ops.forbid(logits, *map(self._column, zip(*places, strict=True)))
 
     def _top(self, logits: Tensor, tokens: Sequence[int], count: int) -> list[TopLogprobs]:
         if not len(tokens):
@@ -144,10 +144,13 @@ class Sampler:
         return entries(tokens, columns)
 
     def _column(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        return self._sent(torch.tensor(values, dtype=dtype))
 
     def _buffer(self, values: "array[int] | array[float]", dtype: torch.dtype) -> Tensor:
-        return torch.frombuffer(values, dtype=dtype).to(self._device)
+        return self._sent(torch.frombuffer(values, dtype=dtype))
+
+    def _sent(self, column: Tensor) -> Tensor:
+        return column.to(self._device)
 
 
 def entries(tokens: Sequence[int], columns: Sequence[Tensor]) -> list[TopLogprobs]:
@@ -204,6 +207,6 @@ class _Adjustments:
         return place
 
 
-def _first(entry: TopLogprobs, count: int) -> TopLogprobs:
+def first(entry: TopLogprobs, count: int) -> TopLogprobs:
     """`entry` with only the `count` best."""
     return TopLogprobs(entry.token, entry.logprob, entry.top_ids[: 4 * count], entry.top_logprobs[:count], entry.rank)
