@@ -6,8 +6,8 @@
 | case | what |
 | --- | --- |
 | one | 1 stream, 128 in, 128 out: ms between tokens |
-| 32, 128 | so many of these at once: tokens/s while all of them decode |
-| long | 32 streams with 8,192 tokens before them: ms between tokens while all decode |
+| 2, 4, 32, 128 | so many of these at once: tokens/s while all of them decode |
+| long | 32 streams with 8,192 tokens before them, a prompt a step: ms between tokens while all decode |
 | pressure | 64 x (512 in, 512 out) at once in half of the blocks they need, and a probe of 128 tokens every 0.3 s |
 | roomy | the same with room for all |
 | calm, storm | 16 streams, and a swap at every step or none: gaps of those that aren't swapped themselves |
@@ -47,7 +47,7 @@ class Sizes:
     """Of the cases' requests, in tokens; a test makes them small."""
 
     short: tuple[int, int] = (128, 128)
-    long: tuple[int, int] = (8192, 64)
+    long: tuple[int, int] = (8192, 128)  # answers outlast the prompts of the others: a step each
     heavy: tuple[int, int] = (512, 512)
     heavy_streams: int = 64
     oversubscribed_streams: int = 160
@@ -144,10 +144,14 @@ def cases(sizes: Sizes) -> dict[str, Case]:
     calm = {**short, "num_blocks": 4 * blocks_of(sizes.heavy, sizes.bystanders), "preemption": "swap"}
     return {
         "one": Case(lambda client: decode(client, 1, sizes.short), **short),
+        "2": Case(lambda client: decode(client, 2, sizes.short), **short),
+        "4": Case(lambda client: decode(client, 4, sizes.short), **short),
         "32": Case(lambda client: decode(client, 32, sizes.short), **short),
         "128": Case(lambda client: decode(client, 128, sizes.short), **short, max_running=128),
         "long": Case(
-            lambda client: decode(client, sizes.long_streams, sizes.long), max_cache=sum(sizes.long) + BLOCK
+            lambda client: decode(client, sizes.long_streams, sizes.long),
+            max_cache=sum(sizes.long) + BLOCK,
+            prefill_chunk_tokens=sizes.long[0],
         ),
         "pressure": Case(
             lambda client: heavy(client, sizes.heavy_streams, sizes, True), **short, **most, num_blocks=need // 2

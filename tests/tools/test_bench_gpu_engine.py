@@ -35,6 +35,8 @@ def test_a_case(name: str, tmp_path: Path) -> None:
     assert figures["errors"] == []
     assert figures["tok/s"] > 0
     assert figures["start s"] > 0
+    if name == "long":
+        assert figures["steady tok/s"] > 0, "the first stream was done before the last one began"
     if name in ("pressure", "storm", "oversubscribed"):
         assert figures["requests_swapped"] == figures["requests_resumed"] > 0
     if name == "pressure":
