@@ -1,14 +1,17 @@
-"""Where the GPU's time of a decode step goes, kernel by kernel, and how long the host takes to launch it.
+"""Where the GPU's time of a step goes, kernel by kernel, and how long the host takes to launch it.
 
     python -m tools.profile_step [--model tests/data/configs/qwen2.5-3b] [--rows 1,32,128] [--context 192]
-        [--kv-cache-dtype auto] [--output FILE.json]
+        [--prefill 512] [--four-bit 128] [--kv-cache-dtype auto] [--output FILE.json]
 
-Random weights, one process, no scheduler: the same decode rows again and again, as the engine would launch them.
-`step` is the time from step to step with two of them in flight; `host` that of the calls that launch one.
+Random weights, one process, no scheduler: the same rows again and again, as the engine would launch them. `--prefill`
+adds steps of one chunk of so many tokens. `first` is the time of the first step of its shape, `step` that from step to
+step with two of them in flight, `busy` that of all kernels, `host` that of the calls that launch one: `upload` of the
+inputs, `forward` (a graph, or every launch), `sample`.
 """
 
 import argparse
 import json
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,17 +21,19 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 
 from engine_core.cuda_runner import CudaRunner, load_cuda_runner
 from engine_core.plan import Row, StepPlan
 from protocol.config import EngineConfig
 from protocol.messages import SamplingParams
+from tools.bench_gpu_engine import in_four_bits
 from tools.environment import describe
 from tools.local_engine import ROOT
 
 STEPS = 60
-SHOWN = ("step", "busy", "host", "upload", "replay", "sample")
+SHOWN = ("first", "step", "busy", "host", "upload", "forward", "sample")
 
 
 def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
@@ -48,17 +53,26 @@ def make_plan(rows: int, context: int) -> StepPlan:
     return StepPlan(0, [Row(n, [n], context - 1, table, True, params, 0) for n, table in enumerate(tables)], [])
 
 
-def measure(runner: CudaRunner, rows: int, context: int) -> dict[str, Any]:
-    plan = make_plan(rows, context)
+def make_chunk(tokens: int) -> StepPlan:
+    blocks = list(range(-(-tokens // 16)))
+    return StepPlan(0, [], [Row(0, list(range(tokens)), 0, blocks, True, SamplingParams(temperature=0.0), 0)])
+
+
+def measure(runner: CudaRunner, plan: StepPlan) -> dict[str, Any]:
+    started = time.perf_counter()
+    runner.launch(plan).tokens()
+    first = time.perf_counter() - started
     before = runner.launch(plan)
     steps, host = [], []
     parts: dict[str, list[float]] = {}
-    size = next((size for size in runner.graphs if size >= rows), 0)
-    graph = runner.graphs[size].graph
+    forward: tuple[Any, str] = (runner, "_run")
+    if not plan.prefills:
+        size = next(size for size in runner.graphs if size >= len(plan.decodes))
+        forward = runner.graphs[size].graph, "replay"
     with ExitStack() as patches:
         for name, owner, method in (
             ("upload", runner.inputs, "upload"),
-            ("replay", graph, "replay"),
+            ("forward", *forward),
             ("sample", runner.sampler, "launch"),
         ):
             parts[name] = []
@@ -84,6 +98,7 @@ def measure(runner: CudaRunner, rows: int, context: int) -> dict[str, Any]:
             found[1] += 1
     top = sorted(kernels.items(), key=lambda item: -item[1][0])
     return {
+        "first_us": first * 1e6,
         "step_us": median(steps) * 1e6,
         "host_us": median(host) * 1e6,
         **{f"{name}_us": median(times) * 1e6 for name, times in parts.items()},
@@ -97,28 +112,38 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "tests/data/configs/qwen2.5-3b")
     parser.add_argument("--rows", default="1,32,128")
     parser.add_argument("--context", type=int, default=192)
+    parser.add_argument("--prefill", default="", help="tokens of a chunk, with commas between")
+    parser.add_argument("--four-bit", type=int, default=0, metavar="GROUP", help="W4A16")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    rows = [int(number) for number in options.rows.split(",")]
+    rows, chunks = ([int(number) for number in given.split(",") if number] for given in (options.rows, options.prefill))
+    longest = max(1024, options.context, *chunks)
     config = EngineConfig(
         model=str(options.model),
         load_format="dummy",
         device="cuda",
         kv_cache_dtype=options.kv_cache_dtype,
         max_running=max(rows),
-        max_cache=max(1024, options.context),
-        num_blocks=max(max(rows) * -(-options.context // 16), -(-max(1024, options.context) // 16)),
+        max_cache=longest,
+        num_blocks=max(max(rows) * -(-options.context // 16), -(-longest // 16)),
+        prefill_chunk_tokens=max(512, *chunks) if chunks else 512,
     )
-    runner = load_cuda_runner(config, lambda done, total: None)
-    found = {count: measure(runner, count, options.context) for count in rows}
-    for count, figures in found.items():
-        shown = ", ".join(f"{name} {figures[f'{name}_us']:.0f} us" for name in SHOWN)
-        print(f"{count} rows: {shown}")
+    with tempfile.TemporaryDirectory() as folder:
+        if options.four_bit:
+            made = in_four_bits(options.model, options.four_bit, Path(folder))
+            config = msgspec.structs.replace(config, model=str(made))
+        runner = load_cuda_runner(config, lambda done, total: None)
+    print(runner.summary)
+    plans = {f"{count} rows": make_plan(count, options.context) for count in rows}
+    plans |= {f"chunk of {count}": make_chunk(count) for count in chunks}
+    found = {name: measure(runner, plan) for name, plan in plans.items()}
+    for name, figures in found.items():
+        print(f"{name}: " + ", ".join(f"{part} {figures[f'{part}_us']:.0f} us" for part in SHOWN))
         for kernel in figures["kernels"][:14]:
             print(f"  {kernel['us']:8.1f} us {kernel['calls']:6.1f} x  {kernel['name'][:90]}")
     if options.output:
-        options.output.write_text(json.dumps({"environment": describe(), "rows": found}, indent=1))
+        options.output.write_text(json.dumps({"environment": describe(), "steps": found}, indent=1))
 
 
 if __name__ == "__main__":
