@@ -65,6 +65,10 @@ class BlockPool:
         """Host places that `save` could take."""
         return len(self._host_free) + len(self._host_cached)
 
+    def host_cost(self, blocks: Iterable[Block]) -> int:
+        """How many places of `host_room` claiming blocks takes, and saving those that nobody else holds."""
+        return sum(b.holders == 1 if b.host == NOWHERE else b in self._host_cached for b in blocks)
+
     @property
     def host_used(self) -> int:
         """Host places that hold an image, or wait for one."""
@@ -104,14 +108,14 @@ class BlockPool:
         """Drop one holder of each block of a request's table, given in the table's order.
 
         The tail goes first into the LRU order, so that a chain is evicted from its end. What `is_droppable` isn't worth
-        a copy to the host pool.
+        a copy to the host pool, unless a swapped request counts on it.
         """
         for block in reversed(list(blocks)):
             assert block.holders > 0, f"block at {block.device} released twice"
             block.holders -= 1
             if not block.holders:
                 self.coming += block.motion is Motion.LEAVING
-                self._settle(block, is_droppable)
+                self._settle(block, is_droppable and not block.claims)
 
     def spoil(self, block: Block) -> None:
         """Give up a block's image in the host pool, if there is one: it is about to be written, say."""

@@ -98,36 +98,37 @@ class Residency:
 
     # -- out -----------------------------------------------------------------------------------------------------
 
-    def can_swap(self, request: Request) -> bool:
-        """Whether a running request can be swapped out: there is room for what has to be copied."""
-        return self.swaps and len(self._unsaved(request)) <= self.pool.host_room
+    def can_swap(self, request: Request, promised: int = 0) -> bool:
+        """Whether a running request can be swapped out: there is room for what has to be copied, beside `promised`."""
+        return self.swaps and self.host_cost(request) + promised <= self.pool.host_room
 
-    def _unsaved(self, request: Request) -> list[Block]:
-        """The blocks that nobody else holds and that have no image in the host pool."""
-        used = request.table[: self.block_count(request.computed)]
-        return [block for block in used if block.holders == 1 and block.host == NOWHERE]
+    def host_cost(self, request: Request) -> int:
+        """How many places of the host pool that have room it takes to swap a running request out."""
+        return self.pool.host_cost(self._used(request))
+
+    def _used(self, request: Request) -> list[Block]:
+        return request.table[: self.block_count(request.computed)]
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks away, by whichever means is possible and cheaper."""
-        used = request.table[: self.block_count(request.computed)]
+        used = self._used(request)
         mine = [block for block in used if block.holders == 1]
         tokens = request.computed - (len(used) - len(mine)) * self._block_size
-        unsaved = self._unsaved(request)
-        worth = self.policy.preemption == "swap" or self.rates.swap_is_cheaper(len(unsaved), len(mine), tokens)
+        unsaved = sum(block.host == NOWHERE for block in mine)
+        worth = self.policy.preemption == "swap" or self.rates.swap_is_cheaper(unsaved, len(mine), tokens)
         if not (self.swaps and used and worth and self.swap_out(request)):
             request.recomputes += 1
             self.counts.recomputed += 1
             self._pause(request, [])
 
     def swap_out(self, request: Request) -> bool:
-        """Copy, check the room, and only then let go; False if there is no room, and nothing has changed."""
-        used, unsaved = request.table[: self.block_count(request.computed)], self._unsaved(request)
-        self.pool.claim(used)
-        if len(unsaved) > self.pool.host_room:
-            self.pool.unclaim(used)
+        """Check the room, copy, and only then let go; False if there is no room, and nothing has changed."""
+        if not self.can_swap(request):
             self.counts.rejected += 1
             return False
-        self.pool.save(unsaved)
+        used = self._used(request)
+        self.pool.claim(used)
+        self.pool.save(block for block in used if block.holders == 1 and block.host == NOWHERE)
         request.swaps += 1
         self.counts.swapped += 1
         self._pause(request, used)

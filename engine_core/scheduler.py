@@ -214,12 +214,14 @@ class Scheduler:
         missing -= self.pool.save_cached(missing)
         seats = len(self.running) - self.capacity.max_running + 1
         victims: list[Request] = []
+        host_places = 0
         for victim in victims_for(request, self.running, self.policy, self.now, self._may_take_turn(request)):
             if missing <= 0 and len(victims) >= seats:
                 break
-            if victim.priority == request.priority and not self.residency.can_swap(victim):
+            if victim.priority == request.priority and not self.residency.can_swap(victim, host_places):
                 continue  # taking turns isn't worth computing again
             victims.append(victim)
+            host_places += self.residency.host_cost(victim)
             missing -= 1 + sum(block.holders == 1 for block in victim.table)
         if missing > 0 or len(victims) < seats:
             return

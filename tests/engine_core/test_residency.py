@@ -1,0 +1,77 @@
+"""What bringing requests in and taking them out promises of both pools, against a model that computes nothing."""
+
+from engine_core.request import Request, State
+from engine_core.swap import SwapPolicy
+
+from .fake_engine import FakeEngine, expected_output, make_scheduler
+
+PATIENT = SwapPolicy("swap", max_pause=1e9, min_interval=0.0)
+
+
+def step_until(engine: FakeEngine, request: Request, state: State) -> None:
+    for _ in range(1000):
+        if request.state is state:
+            return
+        engine.step()
+    raise AssertionError(f"never {state.name}")
+
+
+def computed_tokens(engine: FakeEngine, request: Request) -> int:
+    rows = [row for plan in engine.plans for row in (*plan.decodes, *plan.prefills)]
+    return sum(len(row.tokens) for row in rows if row.request_id == request.id)
+
+
+def test_images_of_a_request_are_no_room_for_the_rest_of_it() -> None:
+    """Full blocks that came back keep their images, which others may displace; its own next swap needs them."""
+    engine = FakeEngine(make_scheduler(16, 4, 6, PATIENT))
+    request = engine.add([1] * 22, max_tokens=20)
+    step_until(engine, request, State.DECODE)
+    residency = engine.scheduler.residency
+    assert residency.swap_out(request)
+    engine.add([2] * 60, max_tokens=1, priority=-1)
+    step_until(engine, request, State.SWAPPED)
+    step_until(engine, request, State.DECODE)
+    while len(request.table) == 6:
+        engine.step()
+    assert residency.pool.host_room == 6
+    assert residency.can_swap(request) is residency.swap_out(request) is False
+    engine.finish()
+    assert request.output == expected_output(request.prompt, 20)
+
+
+def test_those_who_are_to_make_room_share_the_host_pool() -> None:
+    """Room for one of two victims isn't room for both: the second one's turn would cost a recompute."""
+    policy = SwapPolicy("swap", max_pause=0.05, min_tokens=1, min_interval=0.0, overcommit=9.0)
+    engine = FakeEngine(make_scheduler(16, 4, 5, policy))
+    small = [engine.add([token] * 8, max_tokens=24) for token in (1, 2)]
+    for request in small:
+        step_until(engine, request, State.DECODE)
+    for _ in range(5):
+        engine.step()
+    big = engine.add([3] * 52, max_tokens=3)
+    engine.finish()
+    assert engine.scheduler.counts.recomputed == 0
+    for request in (*small, big):
+        assert request.output == expected_output(request.prompt, request.max_tokens)
+
+
+def test_who_drops_its_kv_keeps_what_a_swapped_request_counts_on() -> None:
+    """They shared a prefix; it has no image yet, as one of them still held it when the other was swapped out."""
+    engine = FakeEngine(make_scheduler(12, 4, 100, SwapPolicy("auto", max_pause=1e9, min_interval=0.0)))
+    prefix = list(range(16))
+    keeper = engine.add([*prefix, 50], max_tokens=12)
+    engine.step()
+    engine.step()
+    swapped = engine.add([*prefix, 60], max_tokens=12)
+    step_until(engine, swapped, State.DECODE)
+    residency = engine.scheduler.residency
+    assert residency.swap_out(swapped)
+    residency.rates.copy_out = residency.rates.copy_in = 1e-9
+    residency.rates.prefill = 1e9
+    residency.preempt(keeper)
+    assert keeper.state is State.WAITING
+    urgent = engine.add([7] * 40, max_tokens=2, priority=-1)
+    engine.finish()
+    assert computed_tokens(engine, swapped) == 1 + 11, "its prefix was computed again"
+    for request in (keeper, swapped, urgent):
+        assert request.output == expected_output(request.prompt, request.max_tokens)
