@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine_core.core import LaunchedStep
 from engine_core.plan import Row, StepPlan
 from engine_core.request import Request
 from engine_core.scheduler import Capacity, Outcome, Scheduler
@@ -182,6 +183,8 @@ class Drive:
                 self.scheduler.land(landed, time.monotonic())
             if self.transfer.host_blocks > self.scheduler.pool.host_blocks:
                 self.scheduler.grow_host(self.transfer.host_blocks)
+            if self._in_flight is not None and not LaunchedStep(*self._in_flight, 0.0).may_plan_ahead:
+                self._collect()
             plan = self.scheduler.schedule(time.monotonic())
             launched = None
             if plan is not None:
@@ -246,6 +249,31 @@ def test_overlap_changes_no_token(oracle: Callable[[str], tuple[Path, Any]]) -> 
         outputs.append(found)
     assert outputs[0] == outputs[1]
     assert outputs[0][3] == outputs[0][0][: outputs[0][0].index(outputs[0][0][9]) + 1]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_whatever_one_can_ask_of_the_sampling(oracle: Callable[[str], tuple[Path, Any]], overlap: bool) -> None:
+    """Side by side in the same steps: several forbidden tokens, biases, penalties, log-probabilities, seeds."""
+    folder, _ = oracle("llama")
+    drive = Drive(make_runner(folder), SwapPolicy(), overlap=overlap)
+    asked: list[dict[str, Any]] = [
+        {"min_tokens": 9, "stop_token_ids": list(range(0, 512, 2))},
+        {"logit_bias": {5: 100.0, 6: -100.0}},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.1},
+        {"temperature": 0.7, "seed": 3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 2},
+        {"prompt_logprobs": 3, "logprobs": 0},
+        {"logprobs": 20, "min_tokens": 3, "stop_token_ids": [1]},
+    ]
+    requests = [drive.add([(7 * n + k) % 512 for n in range(40 + k)], 12, **one) for k, one in enumerate(asked)]
+    drive.run()
+    assert drive.scheduler.counts.failed == 0
+    assert all(-1 not in request.output and request.output for request in requests)
+    assert len(requests[0].output) >= 9
+    assert all(token % 2 for token in requests[0].output[:9]), "forbidden before the tenth"
+    assert requests[1].output == [5] * 12
+    assert len(requests[4].prompt_logprobs) == 43
+    for request in requests:
+        assert len(request.output) == 12 or request.output[-1] in request.sampling.stop_token_ids
 
 
 def test_prompt_logprobs(oracle: Callable[[str], tuple[Path, Any]]) -> None:
