@@ -184,6 +184,8 @@ class Scheduler:
                 return
             elif request.is_promised:
                 promised = needed
+            elif is_overdue(request, self.policy, self.now, self.policy.patience):
+                return
             else:
                 refused = priority
 
@@ -228,6 +230,7 @@ class Scheduler:
         request.is_promised = True
         for victim in victims:
             self.residency.preempt(victim)
+        self.pool.save_cached(needed + len(self.running) - self.pool.available - self.pool.coming)
 
     def _may_take_turn(self, request: Request) -> bool:
         """Whether a request may displace others of its own priority."""

@@ -15,6 +15,7 @@ class SwapPolicy:
 
     preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
     max_pause: float = 0.25  # a request silent for longer may displace others
+    patience: float = 4.0  # pauses after which nobody comes in any more before one that asks for room in vain
     pause_steps: int = 4  # but not before so many of the longest steps: turns of a step would be copies only
     min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again; a quarter if slow
     min_interval: float = 0.25  # between two preemptions of a request
@@ -51,9 +52,9 @@ class Rates:
         return blocks_out / self.copy_out + blocks_in / self.copy_in < tokens / self.prefill
 
 
-def is_overdue(request: Request, policy: SwapPolicy, now: float) -> bool:
-    """Whether a paused request has been silent for too long."""
-    return now - request.last_active > policy.max_pause
+def is_overdue(request: Request, policy: SwapPolicy, now: float, pauses: float = 1.0) -> bool:
+    """Whether a paused request has been silent for too long: for more than so many pauses."""
+    return now - request.last_active > pauses * policy.max_pause
 
 
 def resume_key(request: Request, policy: SwapPolicy, now: float) -> tuple[int, int, float]:

@@ -1,5 +1,7 @@
 """What bringing requests in and taking them out promises of both pools, against a model that computes nothing."""
 
+import pytest
+
 from engine_core.request import Request, State
 from engine_core.swap import SwapPolicy
 
@@ -75,3 +77,40 @@ def test_who_drops_its_kv_keeps_what_a_swapped_request_counts_on() -> None:
     assert computed_tokens(engine, swapped) == 1 + 11, "its prefix was computed again"
     for request in (keeper, swapped, urgent):
         assert request.output == expected_output(request.prompt, request.max_tokens)
+
+
+def test_what_nobody_can_save_makes_room_at_once() -> None:
+    """The host pool is full with the swapped one's own block, and the prefix it counts on has nowhere to go."""
+    engine = FakeEngine(make_scheduler(8, 4, 1, PATIENT))
+    prefix = list(range(16))
+    keeper = engine.add([*prefix, 50], max_tokens=8)
+    engine.step()
+    engine.step()
+    swapped = engine.add([*prefix, 60], max_tokens=3)
+    step_until(engine, swapped, State.DECODE)
+    assert engine.scheduler.residency.swap_out(swapped)
+    engine.step()
+    urgent = engine.add([7] * 31, max_tokens=1, priority=-1)
+    engine.finish()  # a step without a plan, and nothing to wait for, raises
+    for request in (keeper, swapped, urgent):
+        assert request.output == expected_output(request.prompt, request.max_tokens)
+
+
+@pytest.mark.parametrize("host_blocks", [2, 300])
+def test_a_stream_of_small_newcomers_can_not_starve_a_big_request(host_blocks: int) -> None:
+    """Some are always too new to be displaced, or can't be swapped out as the host pool is full."""
+    engine = FakeEngine(make_scheduler(40, 4, host_blocks, SwapPolicy("swap", max_pause=0.25)))
+    big = engine.add([1] * 140, max_tokens=10)
+    step_until(engine, big, State.DECODE)
+    engine.add([2] * 60, max_tokens=20, priority=-1)
+    while big.state is State.DECODE:
+        engine.step()
+    left, silence = engine.now, 0.0
+    while big.state is not State.DECODE:
+        engine.add([engine.steps % 97] * 16, max_tokens=1)
+        engine.step()
+        silence = engine.now - left
+        assert silence < 1.5, "it never comes back"
+    assert silence > 1.0, "newcomers pass it for a while"
+    engine.finish()
+    assert big.output == expected_output(big.prompt, 10)
