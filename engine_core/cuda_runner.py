@@ -256,9 +256,25 @@ def _load(
     host_pool = None
     if config.offload_budget >= memory.kv.block_bytes:  # made while the weights load
         host_pool = HostPool(memory.kv.block_bytes, config.offload_budget, pinned=True)
+    try:
+        return _start(config, model, memory, host_pool, loaded)
+    except BaseException:
+        if host_pool is not None:
+            host_pool.close()  # a process that ends while a thread of it pins memory may crash
+        raise
+
+
+def _start(
+    config: EngineConfig,
+    model: OpenModel,
+    memory: MemoryPlan,
+    host_pool: HostPool | None,
+    loaded: Callable[[int], None],
+) -> CudaRunner:
+    assert model.weights is not None
     clock = [time.monotonic()]
     with torch.inference_mode():
-        decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
+        decoder = Decoder(model.config, model.weights, model.maker, model.rope_divisors, loaded)
     clock.append(time.monotonic())
     runner = CudaRunner(decoder, model, config, memory)
     runner.host_pool = host_pool

@@ -62,7 +62,7 @@ class HostPool:
     def close(self) -> None:
         """Make no more slabs, and unpin those that are there: nothing may be copying any more."""
         self._closing = True
-        if self._registered and self.made.wait(5.0):
+        if self.pinned and self.made.wait(5.0):
             while self._registered:
                 torch.cuda.cudart().cudaHostUnregister(self._registered.pop())  # type: ignore[no-untyped-call]
 

@@ -1,13 +1,16 @@
 """The host's side of copies on copy streams, without a GPU: streams here are lists of what they are still to do."""
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine_core import cuda_transfer as module
+from engine_core import transfer
 from engine_core.cuda_transfer import POLL_INTERVAL, CudaTransfer
 from engine_core.plan import Copy, Landed
 from engine_core.transfer import HostPool
@@ -178,6 +181,27 @@ def test_a_slower_link_holds_landings_back(rig: Rig) -> None:
     assert slow.transfer.poll_interval > 0
     quick = Rig(bandwidth_limit=1 << 50)
     assert len(of(quick.run([out(n, n) for n in range(16)]))) == 16
+
+
+def test_a_pool_is_not_closed_while_its_first_slab_is_being_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def pin(slab: torch.Tensor) -> None:
+        begun.set()
+        assert may_end.wait(10)
+
+    monkeypatch.setattr(transfer, "_pin", pin)
+    unpinned: list[int] = []
+    driver = SimpleNamespace(cudaHostUnregister=unpinned.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    host = HostPool(IMAGE, 4 * IMAGE, pinned=True, slab_bytes=IMAGE)
+    assert begun.wait(10)
+    closing = threading.Thread(target=lambda: (host.close(), closed.set()))
+    closing.start()
+    assert not closed.wait(0.05)
+    may_end.set()
+    closing.join(10)
+    assert host.host_blocks == len(unpinned) == 1, "no slab follows"
 
 
 def test_closing_waits_for_what_is_in_flight(rig: Rig) -> None:
