@@ -69,6 +69,7 @@ class EngineCore:
         self.stopping = False
         self.last_progress = self.started = time.monotonic()
         self._next_ping = 0.0
+        self._step_ended = 0.0
         self._failed_steps = 0
         self._taken = self._taken_tokens = 0  # from the intake, since the start
         self.transfer: Transfer | None = None
@@ -162,7 +163,8 @@ class EngineCore:
         except Exception as error:
             self._fail_step(step.plan, error)
             return
-        started, self.last_progress = max(step.started, self.last_progress), time.monotonic()
+        started = max(step.started, self._step_ended)  # it was launched while the one before it ran
+        self._step_ended = self.last_progress = time.monotonic()
         seconds = self.last_progress - started
         outcomes = self.scheduler.commit(step.plan, result, self.last_progress, seconds)
         self.output.publish(step.plan.step, outcomes, result)

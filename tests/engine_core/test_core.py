@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -12,7 +13,8 @@ import zmq
 from engine_core import core
 from engine_core.core import EngineCore, EngineStuck
 from engine_core.load import Engine
-from engine_core.plan import StepPlan, StepResult
+from engine_core.plan import Copy, Landed, StepPlan, StepResult
+from engine_core.request import Request
 from engine_core.scheduler import Capacity
 from engine_core.waker import Waker
 from protocol import limits
@@ -43,6 +45,7 @@ from protocol.runtime_dir import core_endpoint, output_endpoint, status_endpoint
 from protocol.status import CoreStatus
 
 VOCAB = 100
+CAPACITY = Capacity(num_blocks=32, block_size=4, max_context=64, max_running=8, prefill_chunk_tokens=64)
 
 
 class ScriptedRunner:
@@ -75,8 +78,7 @@ class Rig:
         self.runner = ScriptedRunner()
         self.core = EngineCore(directory)
         model = ModelInfo("m", "p", VOCAB, 64, 0, [99])
-        capacity = Capacity(num_blocks=32, block_size=4, max_context=64, max_running=8, prefill_chunk_tokens=64)
-        engine = Engine(self.runner, None, 0, Waker(), capacity, VOCAB, [99], {}, "", "")
+        engine = Engine(self.runner, None, 0, Waker(), CAPACITY, VOCAB, [99], {}, "", "")
         self.core.open(engine, model, Limits(4, 100))
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
@@ -246,6 +248,27 @@ def test_intake_answers_while_a_step_hangs_and_its_queue_is_bounded(rig: Rig) ->
     assert rig.status(lambda s: s.step_age > 0.3).running == 1
     rig.runner.gate.set()
     rig.status(lambda s: s.counters["requests_finished_total"] == 5)
+
+
+def test_copies_that_land_make_no_step_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With overlap they land while a step runs: its time must not count from there, or rates would be too good."""
+    now = [1.0]
+    monkeypatch.setattr(core, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ended = [Landed([Copy(0, 0, 1, True)], True, 0.1)]
+    transfer = SimpleNamespace(host_blocks=0, landed=lambda: ended, close=lambda: None)
+    engine_core = EngineCore(tmp_path)
+    try:
+        engine = Engine(ScriptedRunner(), transfer, 0, Waker(), CAPACITY, VOCAB, [99], {}, "", "", overlap=True)
+        engine_core.open(engine, ModelInfo("m", "p", VOCAB, 64, 0, [99]), Limits(4, 100))
+        engine_core.scheduler.add(Request(1, [5], SamplingParams(), 3, 1.0))
+        engine_core._in_flight = engine_core._launch(engine_core.scheduler.schedule(1.0))
+        now[0] = 2.0
+        engine_core._land_copies()
+        now[0] = 2.5
+        engine_core._collect()
+        assert engine_core.step_seconds == engine_core.scheduler.rates.longest_step == 1.5
+    finally:
+        engine_core.close()
 
 
 def test_the_longest_step_is_told_and_slowly_forgotten(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
