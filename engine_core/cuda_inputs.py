@@ -25,9 +25,9 @@ class StepInputs:
 
     By token (`max_tokens` at most): `tokens`, `positions`, `slots` (block * block_size + slot; -1: not written), int64.
     By row (`max_rows`): `feed` (index into the last step's sampled tokens, or -1), `ends` (last token of the i-th row
-    that samples), `top_k`, `seed`, `choice`, `position`, int64; `temperature`, `top_p`, `min_p`, float32; `lengths`
-    (keys, those of the row's own tokens included; 0: idle), `query_start` (of the prefill rows), `tables`
-    `[max_rows, max_blocks]`, int32.
+    that samples; 0 beyond them), `top_k`, `seed`, `choice`, `position`, int64; `temperature`, `top_p`, `min_p`,
+    float32; `lengths` (keys, those of the row's own tokens included; 0: idle), `query_start` (of the prefill rows),
+    `tables` `[max_rows, max_blocks]`, int32.
     """
 
     def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, block_size: int, device: torch.device) -> None:
@@ -162,7 +162,7 @@ class StepInputs:
             host["query_start"][number + 1] = at - first
             if row.samples:
                 ends.append(at - 1)
-        host["ends"][: len(ends)] = ends
+        host["ends"][: len(ends)], host["ends"][len(ends) :] = ends, 0
 
     def _fill_sampling(self, host: dict[str, NDArray[Any]], rows: Sequence[Row]) -> None:
         count = len(rows)

@@ -80,6 +80,7 @@ class CudaRunner:
         self.host_pool: HostPool | None = None
         self.start_seconds: dict[str, float] = {}  # by what they were spent on
         self.graphs: dict[int, DecodeGraph] = {}
+        self._sizes = graph_sizes(rows)
         self._largest = largest_step(rows, config.prefill_chunk_tokens, memory.max_context, config.block_size)
         self.use_pool(len(self._largest.prefills[0].blocks))
 
@@ -123,7 +124,8 @@ class CudaRunner:
             logits = self.graphs[bucket].logits[:decodes]
         else:
             hidden = self._run(decodes, plan.prefills, plan.num_tokens)
-            logits = self.decoder.head(hidden[self.inputs.ends[: len(rows)]]) if rows else hidden
+            count = next((size for size in self._sizes if size >= len(rows)), 0)  # few shapes, as with TOKEN_TILE
+            logits = self.decoder.head(hidden[self.inputs.ends[:count]])[: len(rows)] if rows else hidden
         logprobs = self.sampler.launch(self._soften(logits), rows) if rows else None
         self._sampled_at = {row.request_id: place for place, row in enumerate(rows)}
         self._step += 1
@@ -175,14 +177,14 @@ class CudaRunner:
     @property
     def graph_bytes(self) -> int:
         """What the graphs' results will take: each keeps its own."""
-        return sum(graph_sizes(self.inputs.max_rows)) * self.model_config.vocab_size * self.decoder.dtype.itemsize
+        return sum(self._sizes) * self.model_config.vocab_size * self.decoder.dtype.itemsize
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture decode graphs, the largest first: the smaller ones use its memory."""
         found: dict[int, DecodeGraph] = {}
         memory = torch.cuda.graph_pool_handle()
-        for size in reversed(graph_sizes(self.inputs.max_rows)):
+        for size in reversed(self._sizes):
             self.inputs.upload(StepPlan(0, [], []), {}, size)
             graph = torch.cuda.CUDAGraph()
             self._decode(size)  # cuBLAS chooses its kernels outside of the capture

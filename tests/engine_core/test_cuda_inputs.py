@@ -32,7 +32,12 @@ def test_a_mixed_step() -> None:
     assert inputs.slots[:7].tolist() == [4 * 16 + 1, 9 * 16, 8 * 16 + 15, 2 * 16, 2 * 16 + 1, 16, 17]
     assert inputs.lengths[:4].tolist() == [18, 17, 34, 2]
     assert inputs.query_start[:3].tolist() == [0, 3, 5]
-    assert inputs.ends[:3].tolist() == [0, 1, 6], "the chunk in mid-prompt doesn't sample"
+    assert inputs.ends.tolist() == [0, 1, 6, 0, 0, 0, 0, 0], "the chunk in mid-prompt doesn't sample"
+    inputs.upload(StepPlan(2, [first], []), {2: 6})
+    inputs.upload(StepPlan(3, [first], []), {2: 6})
+    inputs.upload(StepPlan(4, [first], []), {2: 6})
+    assert inputs.ends.tolist() == [0] * 8, "an end of an earlier step may be beyond the tokens of this one"
+    inputs.upload(StepPlan(5, [first, second], [chunk, last]), {2: 6})
     for place, shown in enumerate((first, second, chunk, last)):
         assert inputs.tables[place, : len(shown.blocks)].tolist() == shown.blocks
     assert inputs.position[:3].tolist() == [5, 0, 0]
