@@ -22,7 +22,7 @@ class SwapCounts:
 
     swapped: int = 0
     resumed: int = 0
-    recomputed: int = 0
+    recomputed: int = 0  # KV dropped, or found lost after a copy that failed
     rejected: int = 0  # for want of room in the host pool
     failed: int = 0  # blocks whose copy failed
     blocks_out: int = 0
@@ -76,6 +76,8 @@ class Residency:
         if request.state is State.SWAPPED:
             self.pool.unclaim(request.table)
             self.counts.resumed += 1
+        if request.state is State.SWAPPED and kept < request.computed:
+            self._count_recompute(request)
         if request.state is not State.SWAPPED or kept < request.computed:
             request.computed, request.indexed, request.state_before_swap = kept, len(found), State.PREFILL
         if request.cached_tokens >= 0:
@@ -117,9 +119,12 @@ class Residency:
         unsaved = sum(block.host == NOWHERE for block in mine)
         worth = self.policy.preemption == "swap" or self.rates.swap_is_cheaper(unsaved, len(mine), tokens)
         if not (self.swaps and used and worth and self.swap_out(request)):
-            request.recomputes += 1
-            self.counts.recomputed += 1
+            self._count_recompute(request)
             self._pause(request, [])
+
+    def _count_recompute(self, request: Request) -> None:
+        request.recomputes += 1
+        self.counts.recomputed += 1
 
     def swap_out(self, request: Request) -> bool:
         """Check the room, copy, and only then let go; False if there is no room, and nothing has changed."""
@@ -140,12 +145,12 @@ class Residency:
         self.running.remove(request)
         if request.state is not State.SWAPPING_IN:
             request.state_before_swap = request.state
+            self.pauses.append((request, True))
         request.table, request.blocks, request.paused_at = claimed, [], self.now
         request.enter(State.SWAPPING_OUT if claimed else State.WAITING, self.now)
         if not claimed:
             request.computed = request.indexed = 0
         self.paused.append(request)
-        self.pauses.append((request, True))
         self._rest_if_out(request)
         self.counts.most_swapped = max(self.counts.most_swapped, self.swapped)
 
@@ -185,7 +190,7 @@ class Residency:
         request.computed = len(kept) * self._block_size
         request.indexed = min(request.indexed, len(kept))
         request.state_before_swap = State.PREFILL
-        request.recomputes += 1
+        self._count_recompute(request)
         self.pool.claim(kept)
         self._pause(request, kept)
 

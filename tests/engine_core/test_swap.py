@@ -212,6 +212,8 @@ def test_a_failed_copy_costs_a_recompute_and_nothing_else(side: str) -> None:
     engine.finish()
     assert_right(first, second)
     assert scheduler.counts.failed >= 3
+    assert first.recomputes == scheduler.counts.recomputed == 1
+    assert [is_paused for _request, is_paused in scheduler.pauses] == [True, False]
     assert computed_tokens(engine, first) > 11
 
 
