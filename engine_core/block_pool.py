@@ -151,9 +151,15 @@ class BlockPool:
             self.coming += not block.holders
             self._start(block, Motion.LEAVING)
 
-    def save_cached(self, count: int) -> int:
-        """Make the oldest `count` unsaved blocks droppable, by copies where there is room; how many there were."""
+    def save_cached(self, count: int, spared: Sequence[Block] = ()) -> int:
+        """Make the oldest `count` unsaved blocks droppable, by copies where there is room; how many there were.
+
+        Room for a request isn't made of its own blocks as long as there are others: they are `spared`.
+        """
         count = max(0, min(count, len(self._unsaved)))
+        for block in reversed(spared if count else ()):
+            if block in self._unsaved:
+                self._unsaved.move_to_end(block)
         for _ in range(count):
             block = next(iter(self._unsaved))
             if self.host_room:

@@ -173,7 +173,7 @@ class Scheduler:
                 continue
             found, needed = self._needs(request, promised)
             if not self._has_place(needed) and not is_behind:
-                self._make_room(request, needed)
+                self._make_room(request, needed, found)
                 found, needed = self._needs(request, promised)  # what was found may have been given up
             if self._has_place(needed):
                 is_new = request.cached_tokens < 0
@@ -210,10 +210,10 @@ class Scheduler:
         """
         return len(self.running) < self.capacity.max_running and needed + len(self.running) <= self.pool.available
 
-    def _make_room(self, request: Request, needed: int) -> None:
+    def _make_room(self, request: Request, needed: int, found: list[Block]) -> None:
         """Save cached blocks and preempt others for a request, if that gets it the place it needs."""
         missing = needed + len(self.running) - self.pool.available - self.pool.coming
-        missing -= self.pool.save_cached(missing)
+        missing -= self.pool.save_cached(missing, found)
         seats = len(self.running) - self.capacity.max_running + 1
         victims: list[Request] = []
         host_places = 0
@@ -230,7 +230,7 @@ class Scheduler:
         request.is_promised = True
         for victim in victims:
             self.residency.preempt(victim)
-        self.pool.save_cached(needed + len(self.running) - self.pool.available - self.pool.coming)
+        self.pool.save_cached(needed + len(self.running) - self.pool.available - self.pool.coming, found)
 
     def _may_take_turn(self, request: Request) -> bool:
         """Whether a request may displace others of its own priority."""
@@ -239,13 +239,13 @@ class Scheduler:
             return False
         if request.cached_tokens >= 0:
             return request.is_promised or is_overdue(request, self.policy, self.now)
-        wanted = sum(len(other.table) for other in self.running)
+        wanted = self.residency.block_count(self.waiting_tokens) + sum(len(other.table) for other in self.running)
         wanted += sum(self.residency.block_count(other.known) for other in self.paused)
-        wanted += self.residency.block_count(self.waiting_tokens)
         if wanted > self.policy.overcommit * self.capacity.num_blocks:
             return False
         is_full = len(self.running) >= self.capacity.max_running
-        return not is_full and not any(is_overdue(other, self.policy, self.now) for other in self.paused)
+        overdue = (other for other in self.paused if is_overdue(other, self.policy, self.now))
+        return not is_full and all(other.priority > request.priority for other in overdue)
 
     def _turn(self, request: Request) -> tuple[int, int, float]:
         return resume_key(request, self.policy, self.now)

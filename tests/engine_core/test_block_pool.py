@@ -109,6 +109,25 @@ def test_cached_blocks_move_to_the_host_pool_and_are_found_there() -> None:
     pool.check([chain], [])
 
 
+def test_room_for_a_request_is_made_of_the_blocks_of_others_first() -> None:
+    """Its own would be places that it needs again: the room that was made would not be enough."""
+    pool, index = make_pool(6, host_blocks=1)
+    claimed = pool.allocate(1)
+    pool.claim(claimed)
+    pool.save(claimed)
+    pool.release(claimed)
+    land_all(pool)
+    assert pool.host_room == 0
+    own, others = pool.allocate(2), pool.allocate(3)
+    index_all(index, own + others)
+    pool.release(own)
+    pool.release(others)
+    assert pool.save_cached(3, own) == 3
+    assert pool.places_for(own) == 0
+    assert pool.save_cached(2, own) == 2
+    assert pool.places_for(own) == 2
+
+
 def test_claimed_images_are_kept_and_cached_ones_make_room() -> None:
     pool, index = make_pool(4, host_blocks=2)
     cached, claimed = (pool.allocate(1) for _ in range(2))

@@ -114,3 +114,17 @@ def test_a_stream_of_small_newcomers_can_not_starve_a_big_request(host_blocks: i
     assert silence > 1.0, "newcomers pass it for a while"
     engine.finish()
     assert big.output == expected_output(big.prompt, 10)
+
+
+def test_turns_are_not_held_up_by_who_is_overdue_but_of_a_lower_priority() -> None:
+    policy = SwapPolicy("swap", max_pause=0.1, min_interval=0.0, overcommit=9.0)
+    engine = FakeEngine(make_scheduler(6, 4, 100, policy))
+    engine.add([1] * 16, max_tokens=6, priority=5)
+    engine.step()
+    first = engine.add([2] * 8, max_tokens=16)
+    while len(first.output) < 12:
+        engine.step()
+    newcomer = engine.add([3] * 16, max_tokens=2)
+    engine.finish()
+    assert (first.swaps, newcomer.swaps) == (1, 0)
+    assert newcomer.ended < first.ended
