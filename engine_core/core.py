@@ -27,6 +27,7 @@ from protocol.status import CoreStatus
 
 MAX_FAILED_STEPS = 3  # in a row; then the fault isn't a request's but ours
 WATCHDOG_SECONDS = 10.0  # with work waiting and nothing planned
+COPYING_SECONDS = 60.0  # the same, though copies land: nobody gets on by being moved
 STEP_MEMORY = 300.0  # seconds of steps after which the longest one's time counts half
 
 _log = logging.getLogger("pagetide.core")
@@ -67,9 +68,8 @@ class EngineCore:
         self.intake.detokenizers = self.output.server.peers
         self.heartbeat = Heartbeat(self.context, status_endpoint(directory), self.status)
         self.stopping = False
-        self.last_progress = self.started = time.monotonic()
+        self.last_progress = self._step_ended = self.started = time.monotonic()
         self._next_ping = 0.0
-        self._step_ended = 0.0
         self._failed_steps = 0
         self._taken = self._taken_tokens = 0  # from the intake, since the start
         self.transfer: Transfer | None = None
@@ -228,15 +228,15 @@ class EngineCore:
             raise EngineStuck(f"{MAX_FAILED_STEPS} steps failed in a row, the last one with: {error}") from error
 
     def _check_progress(self) -> None:
-        if not self.scheduler.has_work:
-            self.last_progress = time.monotonic()
+        now, scheduler = time.monotonic(), self.scheduler
+        if not scheduler.has_work:
+            self.last_progress = self._step_ended = now
             return
-        if time.monotonic() - self.last_progress > WATCHDOG_SECONDS:
-            scheduler = self.scheduler
+        if now - self.last_progress > WATCHDOG_SECONDS or now - self._step_ended > COPYING_SECONDS:
             raise EngineStuck(
                 f"{len(scheduler.waiting)} requests wait, {len(scheduler.running)} run, {len(scheduler.paused)} are "
-                f"swapped out, {scheduler.pool.moving} blocks are being copied, and nothing has progressed for "
-                f"{WATCHDOG_SECONDS:.0f} s"
+                f"swapped out, {scheduler.pool.moving} blocks are being copied, and no step has ended for "
+                f"{now - self._step_ended:.0f} s"
             )
         self._sleep()
 

@@ -362,6 +362,17 @@ def test_work_that_does_not_progress_ends_the_core(rig: Rig, monkeypatch: pytest
     assert "1 requests wait, 0 run, 0 are swapped out, 0 blocks are being copied" in str(rig.error)
 
 
+def test_copies_alone_are_no_progress(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that do nothing but go out and come in: a livelock must not hide behind copies that land."""
+    monkeypatch.setattr(core, "COPYING_SECONDS", 0.2)
+    monkeypatch.setattr(rig.core.scheduler, "schedule", lambda now: None)
+    landed = [Landed([Copy(0, 0, 1, True)], True, 0.1)]
+    rig.core.transfer = SimpleNamespace(host_blocks=0, poll_interval=0.001, landed=lambda: landed, close=lambda: None)
+    rig.submit(1, [1])
+    rig.thread.join(10)
+    assert isinstance(rig.error, EngineStuck)
+
+
 def test_closing_ends_running_requests_with_an_error(rig: Rig) -> None:
     rig.runner.gate.clear()
     rig.submit(1, [1], max_tokens=60)
