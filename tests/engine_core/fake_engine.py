@@ -57,9 +57,14 @@ class FakeEngine:
         delay: Callable[[], int] = lambda: 1,
         fails: Callable[[], bool] = lambda: False,
         overlap: bool = False,
+        spoils: Callable[[], bool] = lambda: False,
     ) -> None:
-        """With `overlap`, a step is planned before the tokens of the one before it are known."""
+        """With `overlap`, a step is planned before the tokens of the one before it are known.
+
+        `spoils()` says whether a row's logits are not finite.
+        """
         self.scheduler, self._delay, self._fails, self._overlap = scheduler, delay, fails, overlap
+        self._spoils = spoils
         self.in_compute: tuple[StepPlan, StepResult] | None = None
         self._sampled: dict[int, int] = {}  # by request id
         self.size = scheduler.capacity.block_size
@@ -143,7 +148,7 @@ class FakeEngine:
             assert seen == known[:stop], "a row reads somebody else's KV"
             if row.samples:
                 assert row.position == stop - len(row.prompt), "a draw with the wrong key"
-                tokens.append(next_token(seen))
+                tokens.append(-1 if self._spoils() else next_token(seen))
                 self._sampled[row.request_id] = tokens[-1]
         return StepResult(tokens)
 
