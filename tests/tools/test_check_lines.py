@@ -31,10 +31,10 @@ def test_a_long_file_and_a_long_function_are_named(root: Path) -> None:
 
 
 def test_the_total_is_bounded(root: Path) -> None:
-    for i in range(26):
+    for i in range(31):
         (root / "engine_core" / f"part{i}.py").write_text("x = 1\n" * 400)
     problems, _ = check_lines.check(root)
-    assert problems == ["protocol + kernels + engine_core + frontend: 10400 lines of code, 10000 at most"]
-    for i in range(26):
+    assert problems == ["protocol + kernels + engine_core + frontend: 12400 lines of code, 12000 at most"]
+    for i in range(31):
         (root / "engine_core" / f"part{i}.py").write_text('"""Docs."""\n\n# why\n' + "x = 1\n" * 380)
-    assert check_lines.check(root) == ([], 26 * 380)
+    assert check_lines.check(root) == ([], 31 * 380)
