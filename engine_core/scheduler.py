@@ -260,7 +260,7 @@ class Scheduler:
     def _swap_ahead(self) -> None:
         """Begin copies out before the pool is empty: they take some steps, and rows shouldn't have to wait for them."""
         size, ahead = self.capacity.block_size, self.policy.lookahead
-        decoding = [request for request in self.running if request.is_decoding]
+        decoding = [request for request in self.running if request.is_decoding and not request.is_complete]
         needed = sum(len(request.table) * size < request.computed + ahead for request in decoding)
         missing = needed - self.pool.available - self.pool.coming
         if self.pool.moving < self.policy.in_transit * self.capacity.num_blocks:
@@ -290,7 +290,7 @@ class Scheduler:
             if self.pool.available:
                 request.table += self.pool.allocate(1)
                 request.blocks.append(request.table[-1].device)
-            elif self.pool.coming:
+            elif self.pool.coming or any(other.is_complete for other in self.running):
                 return False
             else:
                 victim = victim_of_growth(request, self.running, self.policy, self.now, True)

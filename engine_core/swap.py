@@ -85,13 +85,13 @@ def victims_for(
     displace only such as have begun to answer.
     """
     is_newcomer = candidate.cached_tokens < 0
-    lower = [r for r in running if r.priority > candidate.priority and _is_resident(r)]
+    lower = [r for r in running if r.priority > candidate.priority and _may_leave(r)]
     equal = [
         r
         for r in running
         if is_fair
         and r.priority == candidate.priority
-        and _is_resident(r)
+        and _may_leave(r)
         and not is_protected(r, policy, now)
         and (r.state is State.DECODE or not is_newcomer)
     ]
@@ -106,14 +106,15 @@ def victim_of_growth(
     If requests take turns it is one that has had its share, else the last in order. The first in order leaves only when
     it has had its share: so somebody always gets on, and all end.
     """
-    candidates = [r for r in running if r.priority >= growing.priority and _is_resident(r)]
+    candidates = [r for r in running if r.priority >= growing.priority and _may_leave(r)]
     lowest = [r for r in candidates if r.priority == candidates[-1].priority]
     rested = [r for r in lowest if takes_turns and not is_protected(r, policy, now)]
     return min(rested, key=_idle_first) if rested else candidates[-1]
 
 
-def _is_resident(request: Request) -> bool:
-    return request.state in (State.PREFILL, State.DECODE)
+def _may_leave(request: Request) -> bool:
+    """Whether it has blocks to give; those of one whose last token is being sampled are free in a moment anyway."""
+    return request.state in (State.PREFILL, State.DECODE) and not request.is_complete
 
 
 def _last_first(request: Request) -> tuple[int, int]:

@@ -128,3 +128,18 @@ def test_turns_are_not_held_up_by_who_is_overdue_but_of_a_lower_priority() -> No
     engine.finish()
     assert (first.swaps, newcomer.swaps) == (1, 0)
     assert newcomer.ended < first.ended
+
+
+def test_nobody_is_taken_out_whose_last_token_is_being_sampled() -> None:
+    """Known with overlap alone: its KV would be copied for nothing."""
+    engine = FakeEngine(make_scheduler(40, 4, 200, SwapPolicy("swap"), max_running=16), overlap=True)
+    requests = []
+    for number in range(300):
+        requests.append(engine.add([number % 97] * (5 + number * 7 % 36), max_tokens=2 + number * 5 % 17))
+        for _ in range(3):
+            engine.step()
+    engine.finish()
+    counts = engine.scheduler.counts
+    assert counts.resumed == counts.swapped > 0
+    for request in requests:
+        assert request.output == expected_output(request.prompt, request.max_tokens)
