@@ -1,6 +1,7 @@
 """Fixtures for tests of real processes."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from tools.local_engine import LocalEngine
 
 
 async def status_where(client: EngineClient, condition: Callable[[CoreStatus], bool]) -> CoreStatus:
-    """The first heartbeat that fulfils the condition."""
+    """The first heartbeat from now on that fulfils the condition: an older one may be of before the test's load."""
+    asked = time.time()
     while True:
-        if client.status is not None and condition(client.status):
-            return client.status
+        status = client.status
+        if status is not None and status.time >= asked and condition(status):
+            return status
         await asyncio.sleep(0.02)
 
 
