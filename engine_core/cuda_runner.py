@@ -13,8 +13,9 @@ from engine_core.cuda_inputs import StepInputs, padded
 from engine_core.cuda_sampler import Columns, CudaSampler, PendingLogprobs
 from engine_core.cuda_transfer import CudaTransfer
 from engine_core.device import open_device
-from engine_core.memory import MemoryPlan, OpenModel, open_model, plan_memory, refusal
+from engine_core.memory import MemoryPlan, plan_memory, refusal
 from engine_core.model.decoder import Decoder
+from engine_core.open_model import OpenModel, load_decoder, open_model
 from engine_core.plan import Row, StepPlan, StepResult
 from engine_core.runner import Transfer
 from engine_core.sampler import entries
@@ -245,21 +246,11 @@ def load_cuda_runner(config: EngineConfig, progress: Callable[[int, int], None])
 def _load(
     config: EngineConfig, model: OpenModel, memory: MemoryPlan, progress: Callable[[int, int], None]
 ) -> CudaRunner:
-    weights = model.weights
-    if weights is None:
-        raise StartupError(f"{config.model} has a config.json but no weights")
-    done = 0
-
-    def loaded(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, weights.total_bytes)
-
     host_pool = None
     if config.offload_budget >= memory.kv.block_bytes:  # made while the weights load
         host_pool = HostPool(memory.kv.block_bytes, config.offload_budget, pinned=True)
     try:
-        return _start(config, model, memory, host_pool, loaded)
+        return _start(config, model, memory, host_pool, progress)
     except BaseException:
         if host_pool is not None:
             host_pool.close()  # a process that ends while a thread of it pins memory may crash
@@ -271,12 +262,10 @@ def _start(
     model: OpenModel,
     memory: MemoryPlan,
     host_pool: HostPool | None,
-    loaded: Callable[[int], None],
+    progress: Callable[[int, int], None],
 ) -> CudaRunner:
-    assert model.weights is not None
     clock = [time.monotonic()]
-    with torch.inference_mode():
-        decoder = Decoder(model.config, model.weights, model.maker, model.rope_divisors, loaded)
+    decoder = load_decoder(model, config.model, progress)
     clock.append(time.monotonic())
     runner = CudaRunner(decoder, model, config, memory)
     runner.host_pool = host_pool

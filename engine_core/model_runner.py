@@ -9,14 +9,14 @@ from torch import Tensor
 from engine_core.batch import Batch, build_batch, wants_prompt_logprobs
 from engine_core.device import StepThreads, give_back_memory, keep_freed_memory, open_device
 from engine_core.kv_store import KVStore
-from engine_core.memory import MemoryPlan, open_model, plan_memory
+from engine_core.memory import MemoryPlan, plan_memory
 from engine_core.model.decoder import Decoder
+from engine_core.open_model import load_decoder, open_model
 from engine_core.plan import Row, StepPlan, StepResult
 from engine_core.runner import Transfer
 from engine_core.sampler import Sampler
 from engine_core.transfer import CpuTransfer, HostPool
 from protocol.config import EngineConfig
-from protocol.errors import StartupError
 from protocol.messages import SamplingParams, TopLogprobs
 
 
@@ -103,18 +103,7 @@ def load_runner(config: EngineConfig, progress: Callable[[int, int], None] = lam
     keep_freed_memory()
     model = open_model(config, device)
     memory = plan_memory(model, config)
-    weights = model.weights
-    if weights is None:
-        raise StartupError(f"{config.model} has a config.json but no weights")
-    done = 0
-
-    def loaded(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, weights.total_bytes)
-
-    with torch.inference_mode():
-        decoder = Decoder(model.config, weights, model.maker, model.rope_divisors, loaded)
+    decoder = load_decoder(model, config.model, progress)
     give_back_memory()
     store = KVStore(model.kv_layout, memory.kv.num_blocks, device)
     runner = ModelRunner(decoder, store, memory, model.vocab_size, model.maker.dtype, threads)

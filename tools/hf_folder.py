@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine_core.memory import OpenModel
 from engine_core.model.config import ModelConfig, RopeConfig
+from engine_core.open_model import OpenModel
 from frontend.vocab import load_text_model
 from protocol.errors import StartupError
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from engine_core.batch import build_batch
 from engine_core.device import open_device
-from engine_core.memory import OpenModel, open_model
 from engine_core.model.decoder import Layer
 from engine_core.model.weights import Weights, expected_shapes
 from engine_core.model_runner import ModelRunner, load_runner
+from engine_core.open_model import OpenModel, open_model
 from engine_core.plan import Row, StepPlan
 from frontend.vocab import load_text_model
 from kernels.linear import DenseLinear, Linear

@@ -20,9 +20,10 @@ from engine_core.batch import build_batch
 from engine_core.core import LaunchedStep
 from engine_core.cuda_inputs import StepInputs
 from engine_core.cuda_runner import CudaRunner, DecodeGraph
-from engine_core.memory import open_model, plan_memory
+from engine_core.memory import plan_memory
 from engine_core.model.decoder import Decoder
 from engine_core.model_runner import load_runner
+from engine_core.open_model import open_model
 from engine_core.plan import Row, StepPlan
 from engine_core.request import Request
 from engine_core.scheduler import Capacity, Scheduler

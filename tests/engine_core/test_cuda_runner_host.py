@@ -12,7 +12,8 @@ from torch import Tensor
 
 from engine_core import cuda_runner as module
 from engine_core.cuda_runner import CudaRunner, graph_sizes, largest_step, load_cuda_runner
-from engine_core.memory import MemoryPlan, OpenModel, open_model, plan_memory
+from engine_core.memory import MemoryPlan, plan_memory
+from engine_core.open_model import OpenModel, open_model
 from kernels.compiler import KernelError
 from protocol.config import EngineConfig
 from protocol.errors import StartupError

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_core.memory import KVCapacity, OpenModel, describe_plan, open_model, plan_memory
+from engine_core.memory import KVCapacity, describe_plan, plan_memory
+from engine_core.open_model import OpenModel, open_model
 from protocol.config import EngineConfig
 from protocol.errors import StartupError
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine_core.memory import open_model
 from engine_core.model_runner import load_runner
+from engine_core.open_model import open_model
 from engine_core.plan import Row, StepPlan
 from frontend.vocab import load_text_model
 from protocol.config import EngineConfig

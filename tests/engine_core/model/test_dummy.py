@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_core.memory import describe_plan, open_model, plan_memory
+from engine_core.memory import describe_plan, plan_memory
 from engine_core.model.config import load_model_config
 from engine_core.model.dummy import DummyWeights
 from engine_core.model.weights import check_shapes, expected_shapes
+from engine_core.open_model import open_model
 from protocol.config import EngineConfig
 from protocol.errors import StartupError
 

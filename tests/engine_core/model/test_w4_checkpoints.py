@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_core.memory import describe_plan, open_model
+from engine_core.memory import describe_plan
 from engine_core.model.quantization import read_quantization
+from engine_core.open_model import open_model
 from engine_core.plan import StepPlan
 from protocol.config import EngineConfig
 from protocol.errors import StartupError

@@ -11,10 +11,10 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
-from engine_core.memory import open_model
 from engine_core.model.config import ModelConfig, RopeConfig
 from engine_core.model.gguf_file import GGUFFile
 from engine_core.model.weights_gguf import GGUFWeights
+from engine_core.open_model import open_model
 from protocol.config import EngineConfig
 from protocol.errors import StartupError
 
