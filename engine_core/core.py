@@ -111,12 +111,12 @@ class EngineCore:
             if self._in_flight is not None and not self._in_flight.may_plan_ahead:
                 self._collect()
             plan = self.scheduler.schedule(time.monotonic())
-            self._tell_of_pauses()
             self.intake.left = self._taken - len(self.scheduler.waiting)
             self.intake.left_tokens = self._taken_tokens - self.scheduler.waiting_tokens
             launched = None if plan is None else self._launch(plan)
             is_idle = plan is None and self._in_flight is None
             self._collect()
+            self._tell_of_pauses()  # after the tokens of the step before, before those of the next
             self._in_flight = launched
             if not self.engine.overlap:
                 self._collect()

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import zmq
 
+from engine_core.capacity import Capacity
 from engine_core.request import Request
-from engine_core.scheduler import Capacity
 from protocol.channels import PING_INTERVAL, Peer, Server
 from protocol.errors import ErrorCode, InvalidRequest, PagetideError
 from protocol.limits import check_prompt_logprobs, check_sampling, check_text

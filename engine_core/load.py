@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine_core.capacity import Capacity
 from engine_core.runner import LoadedRunner, Runner, Transfer
-from engine_core.scheduler import Capacity
 from engine_core.waker import Waker
 from protocol.config import EngineConfig
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from engine_core.capacity import Capacity
 from engine_core.plan import Copy, Landed, StepPlan, StepResult
 from engine_core.request import Request
-from engine_core.scheduler import Capacity, Outcome, Scheduler
+from engine_core.scheduler import Outcome, Scheduler
 from engine_core.swap import SwapPolicy
 from protocol.errors import StartupError
 from protocol.messages import SamplingParams, pack_i32

@@ -88,6 +88,7 @@ def _counters(core: "EngineCore") -> dict[str, float]:
         "kv_cpu_offload_failed_total": counts.failed,
         "kv_cpu_offload_rejected_total": counts.rejected,
         "kv_cpu_reload_blocks_total": counts.blocks_in,
+        "kv_stray_copies_total": scheduler.pool.strays,
         "cpu_offload_seconds": counts.seconds_out,
         "cpu_reload_seconds": counts.seconds_in,
         "prefix_cache_hit_tokens_total": scheduler.prefix_hit_tokens,

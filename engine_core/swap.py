@@ -24,6 +24,10 @@ class SwapPolicy:
     lookahead: int = 4  # tokens; a copy out begins before the place is needed
     swap_every: int = 0  # swap somebody out at every n-th step, whether needed or not; 0: off
 
+    def __post_init__(self) -> None:
+        if self.min_tokens < 1:
+            raise ValueError("min_tokens 0 would let requests displace each other for ever")
+
 
 @dataclass(slots=True)
 class Rates:

@@ -10,10 +10,11 @@ import json
 import time
 from statistics import median
 
+from engine_core.capacity import Capacity
 from engine_core.output import encode_step
 from engine_core.plan import StepResult
 from engine_core.request import Request
-from engine_core.scheduler import Capacity, Scheduler
+from engine_core.scheduler import Scheduler
 from protocol.codec import Decoder, encode
 from protocol.messages import SamplingParams, StepOutput, unpack_i32, unpack_i64
 

@@ -6,9 +6,10 @@ thrash than in vLLM V1), a whole slot's copy runs at full bandwidth, and an abor
 
 from collections.abc import Callable
 
+from engine_core.capacity import Capacity
 from engine_core.request import NOWHERE, Block, Motion, Request, State
 from engine_core.residency import Residency
-from engine_core.scheduler import Capacity, Scheduler
+from engine_core.scheduler import Scheduler
 from engine_core.swap import SwapPolicy
 
 RECOMPUTE = SwapPolicy("recompute")

@@ -18,9 +18,10 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from engine_core.capacity import Capacity
 from engine_core.plan import Copy, Landed, StepPlan, StepResult
 from engine_core.request import Request
-from engine_core.scheduler import Capacity, Scheduler
+from engine_core.scheduler import Scheduler
 from protocol.messages import Finish, SamplingParams
 from tools.traces import TraceRequest
 

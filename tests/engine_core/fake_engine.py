@@ -7,9 +7,10 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from engine_core.capacity import Capacity
 from engine_core.plan import UNKNOWN, Copy, Landed, StepPlan, StepResult
 from engine_core.request import Request
-from engine_core.scheduler import Capacity, Outcome, Scheduler
+from engine_core.scheduler import Outcome, Scheduler
 from engine_core.swap import SwapPolicy
 from protocol.messages import SamplingParams
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from engine_core.capacity import Capacity
 from engine_core.model_runner import ModelRunner, load_runner
 from engine_core.plan import Copy, Landed, Row, StepPlan, StepResult
 from engine_core.request import Motion, Request, State
-from engine_core.scheduler import Capacity, Outcome, Scheduler
+from engine_core.scheduler import Outcome, Scheduler
 from engine_core.swap import SwapPolicy
 from engine_core.transfer import CpuTransfer, HostPool
 from protocol.config import EngineConfig

@@ -11,11 +11,11 @@ import pytest
 import zmq
 
 from engine_core import core
+from engine_core.capacity import Capacity
 from engine_core.core import EngineCore, EngineStuck
 from engine_core.load import Engine
 from engine_core.plan import Copy, Landed, StepPlan, StepResult
 from engine_core.request import Request
-from engine_core.scheduler import Capacity
 from engine_core.waker import Waker
 from protocol import limits
 from protocol.channels import Link, new_identity

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine_core.capacity import Capacity
 from engine_core.core import LaunchedStep
 from engine_core.plan import Row, StepPlan
 from engine_core.request import Request
-from engine_core.scheduler import Capacity, Outcome, Scheduler
+from engine_core.scheduler import Outcome, Scheduler
 from engine_core.swap import SwapPolicy
 from protocol.config import EngineConfig
 from protocol.messages import SamplingParams

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine_core import cuda_runner as module
 from engine_core import cuda_sampler
 from engine_core.batch import build_batch
+from engine_core.capacity import Capacity
 from engine_core.core import LaunchedStep
 from engine_core.cuda_inputs import StepInputs
 from engine_core.cuda_runner import CudaRunner, DecodeGraph
@@ -26,7 +27,7 @@ from engine_core.model_runner import load_runner
 from engine_core.open_model import open_model
 from engine_core.plan import Row, StepPlan
 from engine_core.request import Request
-from engine_core.scheduler import Capacity, Scheduler
+from engine_core.scheduler import Scheduler
 from engine_core.swap import SwapPolicy
 from engine_core.transfer import CpuTransfer
 from kernels import sampling

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engine_core.capacity import Capacity
 from engine_core.recorder import Aborted, Recorder, RecordingScheduler
-from engine_core.scheduler import Capacity
 from engine_core.swap import SwapPolicy
 from protocol.errors import StartupError
 from tools.replay import main, replay

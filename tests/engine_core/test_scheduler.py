@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_core.capacity import Capacity
 from engine_core.plan import StepResult
 from engine_core.prefix_index import PrefixIndex
 from engine_core.request import Request, State
-from engine_core.scheduler import Capacity, Scheduler
+from engine_core.scheduler import Scheduler
 from engine_core.swap import SwapPolicy
 from protocol.errors import ErrorCode, PagetideError
 from protocol.limits import check_sampling

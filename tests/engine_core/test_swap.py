@@ -287,7 +287,7 @@ def test_a_victim_gets_something_done_before_it_is_chosen_again() -> None:
 
 
 def test_swaps_of_one_request_are_bounded_in_time() -> None:
-    engine, _ = run_rotation(SwapPolicy("swap", max_pause=0.001, min_tokens=0, min_interval=0.3))
+    engine, _ = run_rotation(SwapPolicy("swap", max_pause=0.001, min_tokens=1, min_interval=0.3))
     assert engine.scheduler.counts.recomputed == 0
     assert engine.scheduler.counts.swapped <= 4 * (1 + engine.now / 0.3)
 
