@@ -57,6 +57,9 @@ _KV_16BIT_LAYERS = typer.Option(
     help="Layers that keep K in 16 bits in 8-bit formats; auto: those whose key bias makes outliers.",
     **_CACHE,
 )
+_PREFILL_CHUNK_TOKENS = typer.Option(help="Prompt tokens in one step at most.", **_ENGINE)
+_MAX_WAITING_REQUESTS = typer.Option(help="Requests that may wait for a place; more get HTTP 429.", **_ENGINE)
+_MAX_WAITING_TOKENS = typer.Option(help="Prompt tokens that may wait; more get HTTP 429.", **_ENGINE)
 _CPU_OFFLOAD = typer.Option(
     "--cpu-offload/--no-cpu-offload",
     help="Swap KV out to host memory when the device's blocks run short; otherwise drop it and compute it again.",
@@ -92,9 +95,9 @@ def engine_config(
     ] = "auto",
     load_format: Annotated[str, _LOAD_FORMAT] = "auto",
     max_running: Annotated[int, typer.Option(help="Requests in one step at most.", **_ENGINE)] = _DEFAULTS.max_running,
-    prefill_chunk_tokens: Annotated[
-        int, typer.Option(help="Prompt tokens in one step at most.", **_ENGINE)
-    ] = _DEFAULTS.prefill_chunk_tokens,
+    prefill_chunk_tokens: Annotated[int, _PREFILL_CHUNK_TOKENS] = _DEFAULTS.prefill_chunk_tokens,
+    max_waiting_requests: Annotated[int, _MAX_WAITING_REQUESTS] = _DEFAULTS.max_waiting_requests,
+    max_waiting_tokens: Annotated[int, _MAX_WAITING_TOKENS] = _DEFAULTS.max_waiting_tokens,
     threads: Annotated[int, typer.Option(help="CPU threads of the model; 0: by measurement.", **_ENGINE)] = 0,
     kv_cache_dtype: Annotated[str, _KV_CACHE_DTYPE] = "auto",
     kv_16bit_layers: Annotated[str, _KV_16BIT_LAYERS] = "auto",
