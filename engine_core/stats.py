@@ -2,15 +2,40 @@
 
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from engine_core.intake import Intake
+from engine_core.load import Engine
+from engine_core.output import OutputChannel
+from engine_core.runner import Transfer
+from engine_core.scheduler import Scheduler
+from protocol.messages import Limits, ModelInfo
 from protocol.status import CoreStatus, CpuOffload, PeerInfo
 
-if TYPE_CHECKING:
-    from engine_core.core import EngineCore
+
+class Observed(Protocol):
+    """What is looked at of an engine core. Times are in seconds, monotonic; counts are since the start."""
+
+    identity: str
+    started: float
+    last_progress: float
+    step_seconds: float
+    longest_step: float
+    prompt_tokens: int
+    generated_tokens: int
+    finished: int
+    aborted: int
+    failed: int
+    engine: Engine
+    model: ModelInfo
+    limits: Limits
+    scheduler: Scheduler
+    transfer: Transfer | None
+    intake: Intake
+    output: OutputChannel
 
 
-def core_status(core: "EngineCore") -> CoreStatus:
+def core_status(core: Observed) -> CoreStatus:
     """The heartbeat. Reads what the step loop counts, from any thread; numbers of one message may be a step apart."""
     scheduler, now = core.scheduler, time.monotonic()
     return CoreStatus(
@@ -34,7 +59,7 @@ def core_status(core: "EngineCore") -> CoreStatus:
     )
 
 
-def _cpu_offload(core: "EngineCore") -> CpuOffload:
+def _cpu_offload(core: Observed) -> CpuOffload:
     pool, block_bytes = core.scheduler.pool, core.engine.capacity.block_bytes
     return CpuOffload(
         core.transfer is not None,
@@ -46,7 +71,7 @@ def _cpu_offload(core: "EngineCore") -> CpuOffload:
     )
 
 
-def _gauges(core: "EngineCore") -> dict[str, float]:
+def _gauges(core: Observed) -> dict[str, float]:
     scheduler, pool, block_bytes = core.scheduler, core.scheduler.pool, core.engine.capacity.block_bytes
     return {
         "kv_blocks_total": pool.num_blocks,
@@ -67,7 +92,7 @@ def _gauges(core: "EngineCore") -> dict[str, float]:
     }
 
 
-def _counters(core: "EngineCore") -> dict[str, float]:
+def _counters(core: Observed) -> dict[str, float]:
     scheduler, counts = core.scheduler, core.scheduler.counts
     return {
         "steps_total": scheduler.step,
@@ -98,6 +123,6 @@ def _counters(core: "EngineCore") -> dict[str, float]:
     }
 
 
-def _peers(core: "EngineCore") -> list[PeerInfo]:
+def _peers(core: Observed) -> list[PeerInfo]:
     peers = list(core.intake.server.peers.values()) + list(core.output.server.peers.values())
     return [PeerInfo(p.hello.role, p.hello.identity, p.hello.pid, p.hello.endpoint) for p in peers]
