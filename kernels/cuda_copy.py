@@ -5,7 +5,7 @@ import functools
 from array import array
 from collections.abc import Callable, Sequence
 
-from kernels.launcher import _check, _driver
+from kernels.launcher import check, driver
 
 _ATTRIBUTES = (ctypes.c_int * 6)(1, 0, 0, 0, 0, 0)
 """A CUmemcpyAttributes: CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, no hints where source and target are, no flags."""
@@ -14,7 +14,7 @@ _ATTRIBUTES = (ctypes.c_int * 6)(1, 0, 0, 0, 0, 0)
 @functools.cache
 def _batch() -> Callable[..., int] | None:
     """The driver's cuMemcpyBatchAsync, with CUDA 12.8's arguments; later drivers keep it. None: the driver is older."""
-    function: Callable[..., int] | None = getattr(_driver(), "cuMemcpyBatchAsync", None)
+    function: Callable[..., int] | None = getattr(driver(), "cuMemcpyBatchAsync", None)
     return function
 
 
@@ -39,7 +39,7 @@ def copy_async(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[i
         ctypes.byref(failed),
         ctypes.c_void_p(stream),
     )
-    _check(result, f"batch of {count} copies")
+    check(result, f"batch of {count} copies")
 
 
 def copy_each_async(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
@@ -47,6 +47,6 @@ def copy_each_async(targets: Sequence[int], sources: Sequence[int], sizes: Seque
 
     The GIL is free meanwhile.
     """
-    copy, handle = _driver().cuMemcpyAsync, ctypes.c_void_p(stream)
+    copy, handle = driver().cuMemcpyAsync, ctypes.c_void_p(stream)
     for target, source, size in zip(targets, sources, sizes, strict=True):
-        _check(copy(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), handle), "copy")
+        check(copy(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), handle), "copy")

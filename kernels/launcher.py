@@ -19,7 +19,8 @@ _SHARED_OPT_IN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The CUDA driver. Raises KernelError if there is none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -29,17 +30,18 @@ def _driver() -> ctypes.CDLL:
     return library
 
 
-def _check(result: int, what: str) -> None:
+def check(result: int, what: str) -> None:
+    """Raise KernelError, with the driver's name of it, unless a driver call has succeeded."""
     if result:
         name = ctypes.c_char_p()
-        _driver().cuGetErrorName(result, ctypes.byref(name))
+        driver().cuGetErrorName(result, ctypes.byref(name))
         raise KernelError(f"{what}: {(name.value or b'error').decode()} ({result})")
 
 
 def driver_version() -> str:
     """The CUDA version that the driver supports, as `13.0`."""
     version = ctypes.c_int()
-    _check(_driver().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
+    check(driver().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
@@ -54,7 +56,7 @@ def device_target(device: int) -> str:
 def shared_bytes(device: int) -> int:
     """The most shared memory that a block can have on CUDA device `device`."""
     found = ctypes.c_int()
-    _check(_driver().cuDeviceGetAttribute(ctypes.byref(found), _SHARED_OPT_IN, device), "shared memory")
+    check(driver().cuDeviceGetAttribute(ctypes.byref(found), _SHARED_OPT_IN, device), "shared memory")
     return found.value
 
 
@@ -70,11 +72,11 @@ class Kernel:
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the context
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            _check(_driver().cuModuleLoadData(ctypes.byref(module), binary.image), f"load {entry}")
-            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"find {entry}")
+            check(driver().cuModuleLoadData(ctypes.byref(module), binary.image), f"load {entry}")
+            check(driver().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"find {entry}")
         if shared_bytes > 48 * 1024:
-            _check(
-                _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes),
+            check(
+                driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes),
                 f"{entry} with {shared_bytes} bytes of shared memory",
             )
         self._module = module  # never unloaded: a captured graph may hold the function
@@ -82,14 +84,14 @@ class Kernel:
         self._struct = struct.Struct("@" + layout)
         self._arguments = ctypes.create_string_buffer(self._struct.size)
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
-        self._pack, self._launch, self._device = self._struct.pack_into, _driver().cuLaunchKernel, device
+        self._pack, self._launch, self._device = self._struct.pack_into, driver().cuLaunchKernel, device
         self._stream = torch._C._cuda_getCurrentRawStream
 
     def blocks_per_multiprocessor(self) -> int:
         """How many blocks of this kernel fit on a multiprocessor at once."""
         blocks = ctypes.c_int()
-        _check(
-            _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        check(
+            driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
                 ctypes.byref(blocks), self._function, self._threads, ctypes.c_size_t(self._shared)
             ),
             f"occupancy of {self._entry}",
@@ -103,7 +105,7 @@ class Kernel:
             self._function, *grid, self._threads, 1, 1, self._shared, self._stream(self._device), self._parameters, None
         )
         if result:
-            _check(result, f"launch {self._entry} on a grid of {grid}")
+            check(result, f"launch {self._entry} on a grid of {grid}")
 
 
 _loaded: dict[tuple[Variant, int], Kernel] = {}
@@ -139,10 +141,10 @@ def tensor_map(x: Tensor, box_rows: int, box_columns: int) -> bytes:
     kind = 9 if x.dtype == torch.bfloat16 else 6  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _FLOAT16
     swizzle, promotion = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
     address = ctypes.c_void_p(x.data_ptr())
-    result = _driver().cuTensorMapEncodeTiled(
+    result = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at), kind, 2, address, sizes, strides, box, steps, 0, swizzle, promotion, 0
     )
-    _check(result, f"tensor map of {tuple(x.shape)}")
+    check(result, f"tensor map of {tuple(x.shape)}")
     return ctypes.string_at(at, 128)
 
 

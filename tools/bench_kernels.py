@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from kernels.compiler import Variant
 from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV
 from kernels.cuda_layout import plain_layout
-from kernels.launcher import _driver, kernel, probe
+from kernels.launcher import driver, kernel, probe
 from tools.environment import describe
 from tools.kv_cases import encode
 
@@ -176,7 +176,7 @@ def launch_cost(count: int = 3000) -> dict[str, Any]:
     """Host microseconds of a launch: ours, and the bare driver call with its arguments ready."""
     out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     ours = kernel(Variant("probe.cu"), "P", 1, torch.cuda.current_device())
-    pointer, stream, launch = out.data_ptr(), torch.cuda.current_stream().cuda_stream, _driver().cuLaunchKernel
+    pointer, stream, launch = out.data_ptr(), torch.cuda.current_stream().cuda_stream, driver().cuLaunchKernel
     function, parameters = ours._function, ctypes.cast(ours._parameters, ctypes.c_void_p)
     batch = torch.randn(1, 32, HEAD_DIM, device=DEVICE).bfloat16()
     layout = plain_layout("bf16", "bf16", 1, 4, HEAD_DIM, BLOCK, 0)
