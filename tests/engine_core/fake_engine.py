@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 
 from engine_core.capacity import Capacity
 from engine_core.plan import UNKNOWN, Copy, Landed, StepPlan, StepResult
-from engine_core.request import Request
+from engine_core.request import Request, State
 from engine_core.scheduler import Outcome, Scheduler
 from engine_core.swap import SwapPolicy
 from protocol.messages import SamplingParams
 
 EOS = 7
 STEP = 0.01  # seconds
+PATIENT = SwapPolicy("swap", max_pause=1e9, min_interval=0.0)  # nobody takes turns
 _ids = itertools.count(1)
 
 
@@ -124,6 +125,17 @@ class FakeEngine:
     def finish(self) -> None:
         for _ in self.run_to_end():
             pass
+
+    def step_until(self, request: Request, state: State) -> None:
+        for _ in range(1000):
+            if request.state is state:
+                return
+            self.step()
+        raise AssertionError(f"never {state.name}")
+
+    def computed_tokens(self, request: Request) -> int:
+        rows = [row for plan in self.plans for row in (*plan.decodes, *plan.prefills)]
+        return sum(len(row.tokens) for row in rows if row.request_id == request.id)
 
     def compute(self, plan: StepPlan) -> StepResult:
         rows = [*plan.decodes, *plan.prefills]

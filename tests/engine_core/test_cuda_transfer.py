@@ -17,6 +17,8 @@ from engine_core.plan import Copy, Landed
 from engine_core.transfer import HostPool
 from kernels.compiler import KernelError
 
+from .copies import back, copies_of, out
+
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -64,18 +66,6 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
     yield make
     for rig in rigs:
         rig.transfer.close()
-
-
-def out(device: int, host: int, tag: int = 0) -> Copy:
-    return Copy(device, host, tag or 100 + device, out=True)
-
-
-def back(device: int, host: int, tag: int) -> Copy:
-    return Copy(device, host, tag, out=False)
-
-
-def copies_of(landed: list[Landed], ok: bool = True) -> list[Copy]:
-    return [copy for group in landed if group.ok == ok for copy in group.copies]
 
 
 @pytest.mark.parametrize("pinned", [True, False])

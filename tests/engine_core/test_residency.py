@@ -2,37 +2,22 @@
 
 import pytest
 
-from engine_core.request import Request, State
+from engine_core.request import State
 from engine_core.swap import SwapPolicy
 
-from .fake_engine import FakeEngine, expected_output, make_scheduler
-
-PATIENT = SwapPolicy("swap", max_pause=1e9, min_interval=0.0)
-
-
-def step_until(engine: FakeEngine, request: Request, state: State) -> None:
-    for _ in range(1000):
-        if request.state is state:
-            return
-        engine.step()
-    raise AssertionError(f"never {state.name}")
-
-
-def computed_tokens(engine: FakeEngine, request: Request) -> int:
-    rows = [row for plan in engine.plans for row in (*plan.decodes, *plan.prefills)]
-    return sum(len(row.tokens) for row in rows if row.request_id == request.id)
+from .fake_engine import PATIENT, FakeEngine, expected_output, make_scheduler
 
 
 def test_images_of_a_request_are_no_room_for_the_rest_of_it() -> None:
     """Full blocks that came back keep their images, which others may displace; its own next swap needs them."""
     engine = FakeEngine(make_scheduler(16, 4, 6, PATIENT))
     request = engine.add([1] * 22, max_tokens=20)
-    step_until(engine, request, State.DECODE)
+    engine.step_until(request, State.DECODE)
     residency = engine.scheduler.residency
     assert residency.swap_out(request)
     engine.add([2] * 60, max_tokens=1, priority=-1)
-    step_until(engine, request, State.SWAPPED)
-    step_until(engine, request, State.DECODE)
+    engine.step_until(request, State.SWAPPED)
+    engine.step_until(request, State.DECODE)
     while len(request.table) == 6:
         engine.step()
     assert residency.pool.host_room == 6
@@ -47,7 +32,7 @@ def test_those_who_are_to_make_room_share_the_host_pool() -> None:
     engine = FakeEngine(make_scheduler(16, 4, 5, policy))
     small = [engine.add([token] * 8, max_tokens=24) for token in (1, 2)]
     for request in small:
-        step_until(engine, request, State.DECODE)
+        engine.step_until(request, State.DECODE)
     for _ in range(5):
         engine.step()
     big = engine.add([3] * 52, max_tokens=3)
@@ -65,7 +50,7 @@ def test_who_drops_its_kv_keeps_what_a_swapped_request_counts_on() -> None:
     engine.step()
     engine.step()
     swapped = engine.add([*prefix, 60], max_tokens=12)
-    step_until(engine, swapped, State.DECODE)
+    engine.step_until(swapped, State.DECODE)
     residency = engine.scheduler.residency
     assert residency.swap_out(swapped)
     residency.rates.copy_out = residency.rates.copy_in = 1e-9
@@ -74,7 +59,7 @@ def test_who_drops_its_kv_keeps_what_a_swapped_request_counts_on() -> None:
     assert keeper.state is State.WAITING
     urgent = engine.add([7] * 40, max_tokens=2, priority=-1)
     engine.finish()
-    assert computed_tokens(engine, swapped) == 1 + 11, "its prefix was computed again"
+    assert engine.computed_tokens(swapped) == 1 + 11, "its prefix was computed again"
     for request in (keeper, swapped, urgent):
         assert request.output == expected_output(request.prompt, request.max_tokens)
 
@@ -87,7 +72,7 @@ def test_what_nobody_can_save_makes_room_at_once() -> None:
     engine.step()
     engine.step()
     swapped = engine.add([*prefix, 60], max_tokens=3)
-    step_until(engine, swapped, State.DECODE)
+    engine.step_until(swapped, State.DECODE)
     assert engine.scheduler.residency.swap_out(swapped)
     engine.step()
     urgent = engine.add([7] * 31, max_tokens=1, priority=-1)
@@ -101,7 +86,7 @@ def test_a_stream_of_small_newcomers_can_not_starve_a_big_request(host_blocks: i
     """Some are always too new to be displaced, or can't be swapped out as the host pool is full."""
     engine = FakeEngine(make_scheduler(40, 4, host_blocks, SwapPolicy("swap", max_pause=0.25)))
     big = engine.add([1] * 140, max_tokens=10)
-    step_until(engine, big, State.DECODE)
+    engine.step_until(big, State.DECODE)
     engine.add([2] * 60, max_tokens=20, priority=-1)
     while big.state is State.DECODE:
         engine.step()

@@ -7,21 +7,11 @@ from engine_core.scheduler import Scheduler
 from engine_core.swap import Rates, SwapPolicy, is_protected
 from protocol.messages import SamplingParams
 
-from .fake_engine import FakeEngine, expected_output, make_scheduler
-
-PATIENT = SwapPolicy("swap", max_pause=1e9, min_interval=0.0)
+from .fake_engine import PATIENT, FakeEngine, expected_output, make_scheduler
 
 
 def make_engine(num_blocks: int, host_blocks: int = 100, policy: SwapPolicy = PATIENT, **options: int) -> FakeEngine:
     return FakeEngine(make_scheduler(num_blocks, 4, host_blocks, policy, **options))
-
-
-def step_until(engine: FakeEngine, request: Request, state: State) -> None:
-    for _ in range(1000):
-        if request.state is state:
-            return
-        engine.step()
-    raise AssertionError(f"never {state.name}")
 
 
 def assert_right(*requests: Request) -> None:
@@ -29,23 +19,18 @@ def assert_right(*requests: Request) -> None:
         assert request.output == expected_output(request.prompt, request.max_tokens)
 
 
-def computed_tokens(engine: FakeEngine, request: Request) -> int:
-    rows = [row for plan in engine.plans for row in (*plan.decodes, *plan.prefills)]
-    return sum(len(row.tokens) for row in rows if row.request_id == request.id)
-
-
 def test_the_classic_experiment() -> None:
     """Three blocks, two requests that need three each: one swap and one resume, nothing computed twice."""
     engine = make_engine(3, prefix_cache=False)
     first = engine.add([1] * 9, max_tokens=3)
-    step_until(engine, first, State.DECODE)
+    engine.step_until(first, State.DECODE)
     second = engine.add([2] * 9, max_tokens=3)
     engine.finish()
     assert_right(first, second)
     counts = engine.scheduler.counts
     assert (counts.swapped, counts.resumed, counts.recomputed) == (1, 1, 0)
     assert (first.swaps, second.swaps) == (1, 0)
-    assert computed_tokens(engine, first) == computed_tokens(engine, second) == 11
+    assert engine.computed_tokens(first) == engine.computed_tokens(second) == 11
     assert counts.blocks_out == counts.blocks_in == 3
 
 
@@ -53,7 +38,7 @@ def test_copy_then_budget_then_free() -> None:
     """The order of a swap: a place is free only when its copy has landed; without room nothing has moved."""
     engine = make_engine(3)
     first = engine.add([1] * 9, max_tokens=3)
-    step_until(engine, first, State.DECODE)
+    engine.step_until(first, State.DECODE)
     places = set(first.blocks)
     engine.add([2] * 9, max_tokens=3)
     plan = engine.scheduler.schedule(1.0)
@@ -68,7 +53,7 @@ def test_copy_then_budget_then_free() -> None:
     for host_blocks in (0, 2):
         engine = make_engine(3, host_blocks)
         first = engine.add([1] * 9, max_tokens=3)
-        step_until(engine, first, State.DECODE)
+        engine.step_until(first, State.DECODE)
         second = engine.add([2] * 9, max_tokens=3, priority=-1)  # may displace by recompute as well
         engine.finish()
         assert_right(first, second)
@@ -83,12 +68,12 @@ def test_a_request_is_swapped_in_mid_prompt_and_goes_on_there() -> None:
     engine.step()
     engine.step()
     urgent = engine.add([2] * 16, max_tokens=3, priority=-1)
-    step_until(engine, long, State.SWAPPED)
+    engine.step_until(long, State.SWAPPED)
     assert long.state_before_swap is State.PREFILL
     assert long.computed == 16
     engine.finish()
     assert_right(long, urgent)
-    assert computed_tokens(engine, long) == 41
+    assert engine.computed_tokens(long) == 41
 
 
 def test_bystanders_decode_and_newcomers_start_while_copies_are_in_flight() -> None:
@@ -96,7 +81,7 @@ def test_bystanders_decode_and_newcomers_start_while_copies_are_in_flight() -> N
     engine = FakeEngine(slow, delay=lambda: 30)
     bystander = engine.add([1] * 8, max_tokens=60)
     victim = engine.add([2] * 40, max_tokens=30)
-    step_until(engine, victim, State.DECODE)
+    engine.step_until(victim, State.DECODE)
     slow.residency.swap_out(victim)
     newcomer = engine.add([3] * 8, max_tokens=3)
     before = len(bystander.output)
@@ -146,7 +131,7 @@ def test_a_shared_prefix_is_found_again_on_either_tier() -> None:
     keeper = engine.add([*prefix, 50], max_tokens=8)
     engine.step()
     swapped = engine.add([*prefix, 60], max_tokens=8)
-    step_until(engine, swapped, State.DECODE)
+    engine.step_until(swapped, State.DECODE)
     shared = swapped.table[:4]
     assert keeper.table[:4] == shared
     engine.scheduler.residency.swap_out(swapped)
@@ -155,25 +140,25 @@ def test_a_shared_prefix_is_found_again_on_either_tier() -> None:
     engine.scheduler.pool.copies = []
     engine.scheduler.abort(keeper.id)  # nobody holds the prefix any more
     big = engine.add([7] * 38, max_tokens=2, priority=-1)  # needs all places: the prefix must leave, too
-    step_until(engine, big, State.DECODE)
+    engine.step_until(big, State.DECODE)
     assert all(block.device == NOWHERE and block.host != NOWHERE for block in shared)
     engine.finish()
     assert_right(swapped, big)
-    assert computed_tokens(engine, swapped) == 1 + 7, "its prefix was computed again"
+    assert engine.computed_tokens(swapped) == 1 + 7, "its prefix was computed again"
 
 
 def test_a_clean_block_is_evicted_again_for_nothing() -> None:
     """In and out and in and out: full blocks are copied out once, only what was written since is copied again."""
     engine = make_engine(16)
     request = engine.add([1] * 22, max_tokens=12)
-    step_until(engine, request, State.DECODE)
+    engine.step_until(request, State.DECODE)
     outs = []
     for _ in range(3):
         engine.scheduler.residency.swap_out(request)
         outs.append(sum(copy.out for copy in engine.scheduler.pool.copies))
         engine.add([2] * 60, max_tokens=1, priority=-1)  # takes its places, so that it has to come back
-        step_until(engine, request, State.SWAPPED)
-        step_until(engine, request, State.DECODE)
+        engine.step_until(request, State.SWAPPED)
+        engine.step_until(request, State.DECODE)
         engine.step()
     assert outs == [6, 1, 1]
     engine.finish()
@@ -190,7 +175,7 @@ def test_evicted_cached_blocks_are_prefix_hits_in_the_host_pool() -> None:
     again = engine.add(prompt, max_tokens=3)
     engine.finish()
     assert again.cached_tokens == 16
-    assert computed_tokens(engine, again) == 20 - 16 + 2
+    assert engine.computed_tokens(again) == 20 - 16 + 2
     assert_right(again)
     assert engine.scheduler.counts.blocks_in >= 4
 
@@ -201,10 +186,10 @@ def test_a_failed_copy_costs_a_recompute_and_nothing_else(side: str) -> None:
     failing = [False]
     engine = FakeEngine(scheduler, fails=lambda: failing[0])
     first = engine.add([1] * 9, max_tokens=3)
-    step_until(engine, first, State.DECODE)
+    engine.step_until(first, State.DECODE)
     second = engine.add([2] * 9, max_tokens=3)
     failing[0] = side == "out"
-    step_until(engine, second, State.DECODE)
+    engine.step_until(second, State.DECODE)
     failing[0] = side == "in"
     for _ in range(8):
         engine.step()
@@ -214,7 +199,7 @@ def test_a_failed_copy_costs_a_recompute_and_nothing_else(side: str) -> None:
     assert scheduler.counts.failed >= 3
     assert first.recomputes == scheduler.counts.recomputed == 1
     assert [is_paused for _request, is_paused in scheduler.pauses] == [True, False]
-    assert computed_tokens(engine, first) > 11
+    assert engine.computed_tokens(first) > 11
 
 
 def test_more_room_than_asked_for_is_not_needed_and_less_is_not_fatal() -> None:
@@ -234,7 +219,7 @@ def test_turns_are_not_taken_by_recompute() -> None:
         requests = [engine.add([token] * (8 + token), max_tokens=60) for token in range(8)]
         engine.finish()
         assert_right(*requests)
-        computed.append(sum(computed_tokens(engine, request) for request in requests))
+        computed.append(sum(engine.computed_tokens(request) for request in requests))
     assert max(computed[1:]) < 1.5 * computed[0]
 
 
@@ -315,7 +300,7 @@ def test_newcomers_displace_others_only_while_few_wait(newcomers: int, swaps: in
     """In an overload turns would make all slower to answer, and none earlier."""
     engine = make_engine(6)
     first = engine.add([1] * 16, max_tokens=6)
-    step_until(engine, first, State.DECODE)
+    engine.step_until(first, State.DECODE)
     others = [engine.add([token] * 16, max_tokens=6) for token in range(2, 2 + newcomers)]
     engine.finish()
     assert_right(first, *others)
@@ -340,7 +325,7 @@ def test_priorities_hold_among_the_swapped() -> None:
     engine = make_engine(10, policy=SwapPolicy("swap", max_pause=0.0, min_interval=0.0))
     low, high = (engine.add([p] * 12, max_tokens=8, priority=p) for p in (5, 1))
     for request in (low, high):
-        step_until(engine, request, State.DECODE)
+        engine.step_until(request, State.DECODE)
     for request in (low, high):
         engine.scheduler.residency.swap_out(request)
     tags = {block.tag for block in high.table}
@@ -357,9 +342,9 @@ def test_an_abort_is_right_in_every_state() -> None:
     for state in (State.SWAPPING_OUT, State.SWAPPED, State.SWAPPING_IN):
         engine = FakeEngine(make_scheduler(3, 4, 100, PATIENT), delay=lambda: 3)
         first = engine.add([1] * 9, max_tokens=3)
-        step_until(engine, first, State.DECODE)
+        engine.step_until(first, State.DECODE)
         second = engine.add([2] * 9, max_tokens=3)
-        step_until(engine, first, state)
+        engine.step_until(first, state)
         if state is State.SWAPPING_IN:
             assert any(block.motion is Motion.ARRIVING for block in first.table)
         assert engine.scheduler.abort(first.id) is first
@@ -387,7 +372,7 @@ def test_swap_or_recompute_by_measured_cost() -> None:
         engine = make_engine(3, policy=SwapPolicy(preemption=preemption))
         engine.scheduler.rates.copy_out = engine.scheduler.rates.copy_in = 0.001
         first = engine.add([1] * 9, max_tokens=3)
-        step_until(engine, first, State.DECODE)
+        engine.step_until(first, State.DECODE)
         second = engine.add([2] * 9, max_tokens=3, priority=-1)
         engine.finish()
         assert engine.scheduler.counts.swapped == swapped, preemption

@@ -20,6 +20,8 @@ from engine_core.transfer import CpuTransfer, HostPool, Link
 from engine_core.waker import Waker
 from kernels.kv_format import KVShape, block_layout, kv_codecs, resolve_kv_dtype
 
+from .copies import back, copies_of, out
+
 IMAGE = 4096
 
 
@@ -65,18 +67,6 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
     yield make
     for rig in rigs:
         rig.transfer.close()
-
-
-def out(device: int, host: int, tag: int = 0) -> Copy:
-    return Copy(device, host, tag or 100 + device, out=True)
-
-
-def back(device: int, host: int, tag: int) -> Copy:
-    return Copy(device, host, tag, out=False)
-
-
-def copies_of(landed: list[Landed], ok: bool = True) -> list[Copy]:
-    return [copy for group in landed if group.ok == ok for copy in group.copies]
 
 
 @pytest.mark.parametrize("name", [codec.names[0] for codec in kv_codecs(torch.bfloat16)])
