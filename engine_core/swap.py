@@ -15,8 +15,8 @@ class SwapPolicy:
 
     preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
     max_pause: float = 0.25  # a request silent for longer may displace others
-    patience: float = 4.0  # pauses after which nobody comes in any more before one that asks for room in vain
     pause_steps: int = 4  # but not before so many of the longest steps: turns of a step would be copies only
+    patience: float = 4.0  # pauses after which nobody comes in any more before one that asks for room in vain
     min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again; a quarter if slow
     min_interval: float = 0.25  # between two preemptions of a request
     overcommit: float = 2.0  # newcomers displace others only while all that is there needs at most so many pools
