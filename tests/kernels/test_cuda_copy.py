@@ -39,6 +39,6 @@ def test_an_old_driver_gets_a_call_for_each(monkeypatch: pytest.MonkeyPatch) -> 
             return 0
 
     monkeypatch.setattr(cuda_copy, "_batch", lambda: None)
-    monkeypatch.setattr(cuda_copy, "_driver", Driver)
+    monkeypatch.setattr(cuda_copy, "driver", Driver)
     copy_async([1, 2], [3, 4], [5, 6], 77)
     assert calls == [[1, 3, 5, 77], [2, 4, 6, 77]]
