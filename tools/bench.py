@@ -19,7 +19,7 @@ RUNS = {
     "bench_step": [],
     "bench_start": [],
     "bench_api": [],
-    "bench_cpu": ["--peers", "--rounds", "1"],
+    "bench_cpu_peers": ["--iterations", "1"],
 }
 Row = tuple[str, str, str]  # what, the figure, what to hold it against
 
@@ -44,10 +44,10 @@ def summarize(figures: dict[str, Any]) -> list[Row]:
     streamed = api["pagetide"]["tokens_per_second"]
     beside = f"goal {api['goal']:,}; {api['ratio']:.2f} x a bare SSE loop"
     rows.append(("streamed by one API server", f"{streamed:,} tok/s", beside))
-    ours, *peers = cpu["tok/s"].items()
-    for case, values in ours[1].items():
-        beside = ", ".join(f"{median(values) / median(theirs[case]):.2f} x {name}" for name, theirs in peers)
-        rows.append((f"CPU {case}", f"{median(values):.1f} tok/s", beside))
+    for case in dict.fromkeys(row["case"] for row in cpu["rows"]):
+        ours, *peers = (row for row in cpu["rows"] if row["case"] == case)
+        beside = ", ".join(f"{row['ratio']:.2f} x {row['engine']}" for row in peers)
+        rows.append((f"CPU {case}", f"{ours['tokens_per_second']:,.1f} tok/s", beside))
     return rows
 
 

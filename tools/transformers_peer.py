@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine_core.model.config import from_gguf
@@ -59,6 +60,7 @@ class Peer:
     """Speeds in tokens per second."""
 
     def __init__(self, path: Path) -> None:
+        self.version = transformers.__version__
         self._model = load(path)
 
     def decode(self, prompts: list[list[int]], tokens: int) -> float:
