@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine_core.cuda_inputs import StepInputs
+from engine_core.cuda_inputs import StepInputs, StepShape
 from engine_core.model.decoder import Decoder, gelu_mul
 from engine_core.model.rope import rope_table
 from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV
@@ -51,12 +51,13 @@ class CudaForward:
                     k, v, heads, kv_heads, width, dtype, device, window=window, scale=scale
                 )
 
-    def __call__(self, decodes: int, prefills: int, tokens: int, longest: int) -> Tensor:
-        """Compute the first rows of the inputs: `decodes` of one token, then `prefills`, `tokens` in all.
+    def __call__(self, shape: StepShape) -> Tensor:
+        """Compute the inputs' first rows of either kind. Returns hidden states `[tokens, hidden]`, normed for the head.
 
-        `longest` bounds the tokens of a prefill row. Returns hidden states `[tokens, hidden]`, normed for the head.
+        What is idle is known on the device alone, so a captured pass serves every step that fits into its shape.
         """
         inputs, layers = self._inputs, self._decoder.layers
+        decodes, prefills, tokens = shape
         if decodes:
             batch = inputs.tables[:decodes], inputs.lengths[:decodes], self._starts[: decodes + 1]
             for op in self._decode.values():
@@ -68,14 +69,14 @@ class CudaForward:
         mixed = torch.empty((tokens, self._heads, self._head_dim), dtype=x.dtype, device=x.device)
         for number, layer in enumerate(layers):
             qkv = layer.qkv(x).view(tokens, -1, self._head_dim)
-            self._attend(number, qkv, mixed, decodes, prefills, longest)
+            self._attend(number, qkv, mixed, decodes, prefills)
             x = self._add_norm(layer.o(mixed.view(tokens, -1)), hidden, layer.attn_out_norm, layer.mlp_norm)
             x = layer.down(self._gate(layer.gate_up(x)))
             following = layers[number + 1].attn_norm if number + 1 < len(layers) else self._decoder.norm
             x = self._add_norm(x, hidden, layer.mlp_out_norm, following)
         return x
 
-    def _attend(self, number: int, qkv: Tensor, out: Tensor, decodes: int, prefills: int, longest: int) -> None:
+    def _attend(self, number: int, qkv: Tensor, out: Tensor, decodes: int, prefills: int) -> None:
         """Write K and V of a layer, and attend with its queries."""
         inputs, layer, layout = self._inputs, self._decoder.layers[number], self._layouts[number]
         kind, tokens, query = (layout.k_format, layout.v_format), len(qkv), qkv[:, : self._heads]
@@ -91,12 +92,12 @@ class CudaForward:
             k_norm=layer.k_norm,
             norm_eps=self._eps,
         )
-        if decodes:
+        if decodes:  # those that are idle get zeros, and prefill rows then theirs in their place
             self._decode[kind, layer.window](layout, self.pool, query[:decodes], out[:decodes])
         if prefills:
-            rows = slice(decodes, decodes + prefills)
+            rows = slice(inputs.max_rows, inputs.max_rows + prefills)
             batch = inputs.tables[rows], inputs.lengths[rows], inputs.query_start[: prefills + 1]
-            self._prefill[kind, layer.window](layout, self.pool, query[decodes:], out[decodes:], *batch, longest)
+            self._prefill[kind, layer.window](layout, self.pool, query, out, *batch)
 
     def _add_norm(self, x: Tensor, hidden: Tensor, own_norm: Tensor | None, following: Tensor) -> Tensor:
         """Add x to hidden, after a norm of its own if it has one, and return the norm that follows."""

@@ -1,7 +1,7 @@
 """What a step's kernels read of its rows: filled in pinned memory, uploaded at once, at addresses that never change."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,24 +10,33 @@ from torch import Tensor
 
 from engine_core.plan import UNKNOWN, Row, StepPlan
 
-TOKEN_TILE = 64  # tokens of a mixed step are a multiple: cuBLAS looks for a kernel anew at each new shape
 _RING = 3  # uploads in flight at most; a buffer is written again only when its upload has passed
 _ALIGNMENT = 16
 
 
+class StepShape(NamedTuple):
+    """What a step computes, idle rows and tokens included: decode rows, prefill rows, tokens of both."""
+
+    decodes: int
+    prefills: int
+    tokens: int
+
+
 def padded(tokens: int) -> int:
-    """The tokens of a step without a graph, idle ones included."""
-    return -(-tokens // TOKEN_TILE) * TOKEN_TILE
+    """The tokens of a step with prefill rows, idle ones included: few shapes, a tenth of them idle at most if many."""
+    tile = 64 if tokens <= 512 else 128 if tokens <= 1024 else 256
+    return -(-tokens // tile) * tile
 
 
 class StepInputs:
-    """Device tensors of a step: decode rows first, then prefill chunks. Rows beyond a step's own are idle.
+    """Device tensors of a step: tokens of decode rows first, then prefill chunks. What is beyond a step's own is idle.
 
     By token (`max_tokens` at most): `tokens`, `positions`, `slots` (block * block_size + slot; -1: not written), int64.
-    By row (`max_rows`): `feed` (index into the last step's sampled tokens, or -1), `ends` (last token of the i-th row
-    that samples; 0 beyond them), `top_k`, `seed`, `choice`, `position`, int64; `temperature`, `top_p`, `min_p`,
-    float32; `lengths` (keys, those of the row's own tokens included; 0: idle), `query_start` (of the prefill rows),
-    `tables` `[max_rows, max_blocks]`, int32.
+    By row (`max_rows`): `feed` (of a decode row: index into the last step's sampled tokens, or -1), `ends` (last token
+    of the i-th row that samples; 0 beyond them), `top_k`, `seed`, `choice`, `position`, int64; `temperature`, `top_p`,
+    `min_p`, float32; `query_start` (first token of the i-th prefill row, and the end of the last), int32.
+    By decode row, then from `max_rows` on by prefill row: `lengths` (keys, those of the row's own tokens included;
+    0: idle), `tables` `[2 * max_rows, max_blocks]`, int32.
     """
 
     def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, block_size: int, device: torch.device) -> None:
@@ -38,9 +47,9 @@ class StepInputs:
             **dict.fromkeys(("tokens", "positions", "slots"), (torch.int64, by_token)),
             **dict.fromkeys(("feed", "ends", "top_k", "seed", "choice", "position"), (torch.int64, by_row)),
             **dict.fromkeys(("temperature", "top_p", "min_p"), (torch.float32, by_row)),
-            "lengths": (torch.int32, by_row),
             "query_start": (torch.int32, (max_rows + 1,)),
-            "tables": (torch.int32, (max_rows, max_blocks)),  # last: only the rows in use are uploaded
+            "lengths": (torch.int32, (2 * max_rows,)),
+            "tables": (torch.int32, (2 * max_rows, max_blocks)),  # last: only the rows in use are uploaded
         }
         places, end = {}, 0
         for name, (dtype, shape) in fields.items():
@@ -77,12 +86,12 @@ class StepInputs:
     temperature: Tensor
     top_p: Tensor
     min_p: Tensor
-    lengths: Tensor
     query_start: Tensor
+    lengths: Tensor
     tables: Tensor
 
-    def upload(self, plan: StepPlan, sampled_at: Mapping[int, int], bucket: int = 0) -> None:
-        """Fill in a plan and start its way to the device, with idle rows up to `bucket`, or idle tokens up to `padded`.
+    def upload(self, plan: StepPlan, sampled_at: Mapping[int, int], shape: StepShape) -> None:
+        """Fill in a plan and start its way to the device, with idle rows and tokens up to `shape`.
 
         `sampled_at` says where in the last step's sampled tokens a request's is.
         """
@@ -90,21 +99,28 @@ class StepInputs:
         if self._passed:
             self._passed[self._turn].synchronize()  # long passed: the step after next is the first to need it
         host = self._views[self._turn]
-        rows = [*plan.decodes, *plan.prefills]
-        count = max(len(rows), bucket)
-        host["tables"][: len(rows)] = self._mirror[self._mirror_rows(rows)]
+        rows, decodes = [*plan.decodes, *plan.prefills], len(plan.decodes)
+        tables = self._mirror[self._mirror_rows(rows)]
+        host["tables"][:decodes], host["tables"][self.max_rows :][: len(plan.prefills)] = (
+            tables[:decodes],
+            tables[decodes:],
+        )
         self._fill_decodes(host, plan.decodes, sampled_at)
         self._fill_prefills(host, plan)
-        if bucket:
-            host["lengths"][len(rows) : bucket], host["feed"][len(rows) : bucket] = 0, -1
-        idle = slice(plan.num_tokens, bucket or padded(plan.num_tokens))
+        host["lengths"][decodes : shape.decodes], host["feed"][decodes : shape.decodes] = 0, -1
+        idle = slice(plan.num_tokens, shape.tokens)
         host["tokens"][idle] = host["positions"][idle] = 0
         host["slots"][idle] = -1
         self._fill_sampling(host, [row for row in rows if row.samples])
-        size = self._tables_at + count * self._row_bytes
-        self._device[:size].copy_(self._pinned[self._turn][:size], non_blocking=True)
+        self._send(0, self._tables_at + decodes * self._row_bytes)
+        if plan.prefills:
+            self._send(self._tables_at + self.max_rows * self._row_bytes, len(plan.prefills) * self._row_bytes)
         if self._passed:
             self._passed[self._turn].record()
+
+    def _send(self, first: int, size: int) -> None:
+        part = slice(first, first + size)
+        self._device[part].copy_(self._pinned[self._turn][part], non_blocking=True)
 
     def _mirror_rows(self, rows: Sequence[Row]) -> list[int]:
         """Bring the mirror up to date with the rows' block tables, which only grow; where they are in it."""
@@ -146,22 +162,23 @@ class StepInputs:
         ]
 
     def _fill_prefills(self, host: dict[str, NDArray[Any]], plan: StepPlan) -> None:
-        first = at = len(plan.decodes)
+        at = len(plan.decodes)
         size = self._block_size
-        ends = list(range(first))
-        host["query_start"][0] = 0
-        for number, row in enumerate(plan.prefills):
+        ends = list(range(at))
+        host["query_start"][0] = at
+        for number, row in enumerate(plan.prefills, self.max_rows):
             stop = row.start + len(row.tokens)
             here = slice(at, at + len(row.tokens))
             positions = np.arange(row.start, stop)
             host["tokens"][here] = row.tokens
             host["positions"][here] = positions
-            host["slots"][here] = host["tables"][first + number][positions // size] * size + positions % size
-            host["lengths"][first + number] = stop
+            host["slots"][here] = host["tables"][number][positions // size] * size + positions % size
+            host["lengths"][number] = stop
             at = here.stop
-            host["query_start"][number + 1] = at - first
+            host["query_start"][number - self.max_rows + 1] = at
             if row.samples:
                 ends.append(at - 1)
+        host["query_start"][len(plan.prefills) + 1 :] = at
         host["ends"][: len(ends)], host["ends"][len(ends) :] = ends, 0
 
     def _fill_sampling(self, host: dict[str, NDArray[Any]], rows: Sequence[Row]) -> None:

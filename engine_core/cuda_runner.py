@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine_core.batch import wants_prompt_logprobs
 from engine_core.cuda_forward import CudaForward, kernel_layouts
-from engine_core.cuda_inputs import StepInputs, padded
+from engine_core.cuda_inputs import StepInputs, StepShape, padded
 from engine_core.cuda_sampler import Columns, CudaSampler, PendingLogprobs
 from engine_core.cuda_transfer import CudaTransfer
 from engine_core.device import open_device
@@ -30,6 +30,8 @@ _RESULTS = 3  # steps in flight at most
 _MARGIN = 256 << 20  # bytes kept free for what CUDA and cuBLAS take later
 _LARGE_BUCKET, _HUGE_BUCKET = 16, 64  # rows from one graph's size to the next; beyond _MOST_LARGE the latter
 _MOST_LARGE = 128
+_FEW_PREFILLS = 32  # prefill rows of a mixed step's graph
+_MOST_GRAPHED = 2048  # tokens of one at most: larger steps take the GPU longer than the host takes to launch them
 
 
 class CudaStep:
@@ -52,15 +54,15 @@ class CudaStep:
 
 
 @dataclass(frozen=True)
-class DecodeGraph:
-    """A captured forward pass of decode rows, and where it leaves their logits `[rows, vocab]`."""
+class StepGraph:
+    """A captured forward pass, and where it leaves what `CudaRunner._compute` returns."""
 
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
+    out: Tensor
 
 
 class CudaRunner:
-    """A `Runner` over one decoder and one KV pool. Decode steps are CUDA graphs, by number of rows."""
+    """A `Runner` over one decoder and one KV pool. A step is a CUDA graph, by its shape."""
 
     pool: Tensor  # uint8 [num_blocks, image_bytes]
     _forward: CudaForward
@@ -80,8 +82,11 @@ class CudaRunner:
         self._step = 0
         self.host_pool: HostPool | None = None
         self.start_seconds: dict[str, float] = {}  # by what they were spent on
-        self.graphs: dict[int, DecodeGraph] = {}
+        self.graphs: dict[StepShape, StepGraph] = {}
         self._sizes = graph_sizes(rows)
+        self._mixed_sizes = mixed_sizes(rows + config.prefill_chunk_tokens)
+        most = self._mixed_sizes[-1], decoder.config.hidden_size
+        self._hidden = torch.empty(most, dtype=decoder.dtype, device=device)  # of a mixed step's graph
         self._largest = largest_step(rows, config.prefill_chunk_tokens, memory.max_context, config.block_size)
         self.use_pool(len(self._largest.prefills[0].blocks))
 
@@ -113,36 +118,46 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> CudaStep:
-        """Start the step: one upload, one graph or forward pass, the sampling, and the tokens' way back."""
+        """Start the step: its upload, one graph or forward pass, the sampling, and the tokens' way back."""
         rows = [row for row in (*plan.decodes, *plan.prefills) if row.samples]
-        decodes, bucket = len(plan.decodes), 0
-        if not plan.prefills:
-            bucket = next((size for size in self.graphs if size >= decodes), 0)
-        self.inputs.upload(plan, self._sampled_at, bucket)
-        hidden: Tensor | None = None
-        if bucket:
-            self.graphs[bucket].graph.replay()
-            logits = self.graphs[bucket].logits[:decodes]
-        else:
-            hidden = self._run(decodes, plan.prefills, plan.num_tokens)
-            count = next((size for size in self._sizes if size >= len(rows)), 0)  # few shapes, as with TOKEN_TILE
-            logits = self.decoder.head(hidden[self.inputs.ends[:count]])[: len(rows)] if rows else hidden
+        shape = self.shape_of(plan)
+        self.inputs.upload(plan, self._sampled_at, shape)
+        out = self._replay(shape) if shape in self.graphs else self._compute(shape)
+        logits = out[: len(rows)]
+        if plan.prefills and rows:
+            count = next(size for size in self._sizes if size >= len(rows))  # few shapes
+            logits = self.decoder.head(out[self.inputs.ends[:count]])[: len(rows)]
         logprobs = self.sampler.launch(self._soften(logits), rows) if rows else None
         self._sampled_at = {row.request_id: place for place, row in enumerate(rows)}
         self._step += 1
         tokens = self._results[self._step % _RESULTS][: len(rows)]
         tokens.copy_(self.sampler.sampled[: len(rows)], non_blocking=True)
         step = CudaStep(tokens, logprobs)
-        if hidden is not None:
-            self._add_prompt_logprobs(step, plan, hidden)
+        if plan.prefills:
+            self._add_prompt_logprobs(step, plan, out)
         step.passed.record()
         return step
 
-    def _run(self, decodes: int, prefills: Sequence[Row], tokens: int) -> Tensor:
-        """The forward pass, without a graph: hidden states `[tokens, hidden]`, normed for the head."""
-        self._feed(decodes)
-        longest = max((len(row.tokens) for row in prefills), default=0)
-        return self._forward(decodes, len(prefills), padded(tokens), longest)
+    def shape_of(self, plan: StepPlan) -> StepShape:
+        """The shape that the step is computed in: one of few."""
+        if not plan.prefills:
+            rows = next(size for size in self._sizes if size >= len(plan.decodes))
+            return StepShape(rows, 0, rows)
+        return self._mixed_shape(padded(plan.num_tokens), len(plan.prefills))
+
+    def _mixed_shape(self, tokens: int, prefills: int = 1) -> StepShape:
+        most = self.inputs.max_rows
+        return StepShape(min(most, tokens), min(most, _FEW_PREFILLS) if prefills <= _FEW_PREFILLS else most, tokens)
+
+    def _replay(self, shape: StepShape) -> Tensor:
+        self.graphs[shape].graph.replay()
+        return self.graphs[shape].out
+
+    def _compute(self, shape: StepShape) -> Tensor:
+        """The forward pass: logits of decode rows, or if there are prefills hidden states `[tokens, hidden]`."""
+        self._feed(shape.decodes)
+        hidden = self._forward(shape)
+        return hidden if shape.prefills else self.decoder.head(hidden)
 
     def _feed(self, decodes: int) -> None:
         """Put tokens that the last step sampled where this one reads them."""
@@ -177,29 +192,25 @@ class CudaRunner:
 
     @property
     def graph_bytes(self) -> int:
-        """What the graphs' results will take: each keeps its own."""
+        """What the decode graphs' logits will take: each keeps its own."""
         return sum(self._sizes) * self.model_config.vocab_size * self.decoder.dtype.itemsize
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture decode graphs, the largest first: the smaller ones use its memory."""
-        found: dict[int, DecodeGraph] = {}
+        """Capture graphs, the largest first: the smaller ones use its memory."""
+        mixed = [self._mixed_shape(tokens) for tokens in reversed(self._mixed_sizes)]
         memory = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):
-            self.inputs.upload(StepPlan(0, [], []), {}, size)
+        for shape in (*mixed, *(StepShape(rows, 0, rows) for rows in reversed(self._sizes))):
+            self.inputs.upload(StepPlan(0, [], []), {}, shape)
             graph = torch.cuda.CUDAGraph()
-            self._decode(size)  # cuBLAS chooses its kernels outside of the capture
+            self._compute(shape)  # cuBLAS chooses its kernels outside of the capture
             torch.cuda.current_stream().synchronize()
             # The host pool is being pinned by another thread, which a capture must not mind.
             with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-                logits = self._decode(size)
-            found[size] = DecodeGraph(graph, logits)
-        self.graphs = dict(sorted(found.items()))
-
-    def _decode(self, rows: int) -> Tensor:
-        self._feed(rows)
-        logits: Tensor = self.decoder.head(self._forward(rows, 0, rows, 0))
-        return logits
+                out = self._compute(shape)
+                if shape.prefills:
+                    out = self._hidden[: shape.tokens].copy_(out)
+            self.graphs[shape] = StepGraph(graph, out)
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -207,6 +218,14 @@ def graph_sizes(max_rows: int) -> list[int]:
     most = min(max_rows, _MOST_LARGE)
     sizes = [size for size in (1, 2, 4, 8) if size < max_rows] + list(range(_LARGE_BUCKET, most, _LARGE_BUCKET))
     return [*sizes, *range(_MOST_LARGE, max_rows, _HUGE_BUCKET), max_rows]
+
+
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """Tokens of the graphs of mixed steps, in order."""
+    sizes = [padded(1)]
+    while sizes[-1] < min(max_tokens, _MOST_GRAPHED):
+        sizes.append(padded(sizes[-1] + 1))
+    return sizes
 
 
 def largest_step(max_rows: int, chunk_tokens: int, max_context: int, block_size: int) -> StepPlan:
@@ -269,7 +288,7 @@ def _start(
     clock.append(time.monotonic())
     runner = CudaRunner(decoder, model, config, memory)
     runner.host_pool = host_pool
-    workspace = runner.warm_up() + runner.graph_bytes
+    workspace = 2 * runner.warm_up() + runner.graph_bytes  # of steps with graphs and of those without
     clock.append(time.monotonic())
     runner.memory_plan = _fit(runner, config, memory, workspace)
     runner.use_pool(runner.memory_plan.kv.num_blocks)

@@ -10,6 +10,7 @@ import logging
 import mmap
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
@@ -49,6 +50,9 @@ class HostPool:
         self._slabs: list[_Images] = []
         self.addresses: list[int] = []  # where each image begins
         self._registered: list[int] = []  # addresses of pinned slabs
+        # Memory that is given back while it is registered stays pinned for the driver, whoever has its address next.
+        self._unpin = weakref.finalize(self, _unpin, self._registered)
+        self._unpin.atexit = False
         self._closing = False
         threading.Thread(target=self._make, name="host-pool", daemon=True).start()
 
@@ -62,9 +66,8 @@ class HostPool:
     def close(self) -> None:
         """Make no more slabs, and unpin those that are there: nothing may be copying any more."""
         self._closing = True
-        if self.pinned and self.made.wait(5.0):
-            while self._registered:
-                torch.cuda.cudart().cudaHostUnregister(self._registered.pop())  # type: ignore[no-untyped-call]
+        if self.made.wait(5.0):
+            self._unpin()
 
     def _make(self) -> None:
         # Pageable slabs are promises: half of what is free is what the machine can surely keep.
@@ -124,6 +127,11 @@ def _pin(slab: Tensor) -> None:
     driver, portable = torch.cuda.cudart(), 1  # type: ignore[no-untyped-call]
     slab.zero_()
     torch.cuda.check_error(driver.cudaHostRegister(slab.data_ptr(), slab.numel(), portable))
+
+
+def _unpin(addresses: list[int]) -> None:
+    while addresses:
+        torch.cuda.cudart().cudaHostUnregister(addresses.pop())  # type: ignore[no-untyped-call]
 
 
 class Link:

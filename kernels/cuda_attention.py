@@ -127,16 +127,13 @@ class DecodeAttention:
         self.max_requests, self.max_queries = max_requests, max_queries
         index = _index(device)
         unit = variant("decode_attention.cu", k_format, v_format, head_dim, dtype, row_tiles)
-        self._kernel = kernel(unit, "10P7q6i2f", 128, index)
+        self._kernel = kernel(unit, "8P7q6i2f", 128, index)
         self._planner = kernel(Variant("decode_plan.cu"), "3P4i", 1024, index)
         self._grid = _resident_blocks(self._kernel, index)
-        fragments = 2 * self._grid * row_tiles * 32 * 4
+        words = 2 * self._grid * row_tiles * head_dim * 16  # 2 KiB a row tile and 16 elements
         self._plan = torch.zeros(4 + 8 * self._grid + max_requests + 1, dtype=torch.int32, device=device)
-        self._part_out = torch.empty(fragments * head_dim // 16, dtype=torch.float32, device=device)
-        self._part_max_sum = torch.empty(fragments // 8, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(max_requests * num_kv_heads * self._row_blocks, dtype=torch.int32, device=device)
-        parts = self._plan, self._part_out, self._part_max_sum, self._counters
-        self._scratch = tuple(part.data_ptr() for part in parts)
+        self._parts = torch.full((words,), -1, dtype=torch.int32, device=device)  # each launch leaves it so
+        self._scratch = self._plan.data_ptr(), self._parts.data_ptr()
 
     def plan(self, tables: Tensor, lengths: Tensor, query_start: Tensor) -> None:
         """Take a batch and cut it into work; its values are read on the device, now and by the calls.
@@ -218,7 +215,7 @@ class PrefillAttention:
         for warps in choices:
             _, rows, shared_bytes = prefill_tile(file, head_dim, warps)
             unit = variant(file, k_format, v_format, head_dim, dtype, warps=warps)
-            self._kernels.append((rows, kernel(unit, "6P7q5if", 32 * warps, index, shared_bytes)))
+            self._kernels.append((rows, kernel(unit, "6P7q6if", 32 * warps, index, shared_bytes)))
 
     def __call__(
         self,
@@ -229,20 +226,22 @@ class PrefillAttention:
         tables: Tensor,
         lengths: Tensor,
         query_start: Tensor,
-        most_queries: int,
     ) -> None:
-        """Attend as DecodeAttention does, for any number of queries per request; `most_queries` bounds them all."""
+        """Attend as DecodeAttention does, for any number of queries per request, none included.
+
+        query_start's values may begin anywhere: rows of query before and after theirs are left alone.
+        """
         self._places.check(layout, pool)
         check_heads("query", query, self._heads, self._head_dim, self._dtype)
         check_heads("out", out, self._heads, self._head_dim, self._dtype)
         batch = check_batch(tables, lengths, query_start)
         # The kernel with the larger blocks is the faster one if they are enough to fill the device.
         rows, launch = self._kernels[-1]
-        row_count = most_queries * self._group
-        if -(-row_count // rows) * self._kv_heads * batch < self._multiprocessors:
+        row_count = len(query) * self._group
+        if -(-row_count // rows) * self._kv_heads < self._multiprocessors:
             rows, launch = self._kernels[0]
         launch(
-            (-(-row_count // rows), self._kv_heads, batch),
+            (-(-row_count // rows) + batch, self._kv_heads, 1),
             query.data_ptr(),
             out.data_ptr(),
             pool.data_ptr(),
@@ -252,6 +251,7 @@ class PrefillAttention:
             *layout.offsets,
             query.stride(0),
             out.stride(0),
+            batch,
             tables.stride(0),
             self._kv_heads,
             self._group,

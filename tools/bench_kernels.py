@@ -139,7 +139,7 @@ def prefill_attention(model: str, tokens: int, context: int, kv_format: str, por
     attention = PrefillAttention(
         kv_format, kv_format, heads, kv_heads, HEAD_DIM, torch.bfloat16, DEVICE, portable=portable
     )
-    times = time_calls([lambda: attention(layout, pool, query, out, tables, lengths, starts, tokens)] * 3)
+    times = time_calls([lambda: attention(layout, pool, query, out, tables, lengths, starts)] * 3)
     pairs = tokens * context - tokens * (tokens - 1) / 2
     op = "prefill, portable" if portable else "prefill"
     result = {"op": op, "model": model, "tokens": tokens, "context": context, "k": kv_format, "v": kv_format}

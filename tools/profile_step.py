@@ -65,10 +65,8 @@ def measure(runner: CudaRunner, plan: StepPlan) -> dict[str, Any]:
     before = runner.launch(plan)
     steps, host = [], []
     parts: dict[str, list[float]] = {}
-    forward: tuple[Any, str] = (runner, "_run")
-    if not plan.prefills:
-        size = next(size for size in runner.graphs if size >= len(plan.decodes))
-        forward = runner.graphs[size].graph, "replay"
+    graph = runner.graphs.get(runner.shape_of(plan))
+    forward: tuple[Any, str] = (graph.graph, "replay") if graph else (runner, "_compute")
     with ExitStack() as patches:
         for name, owner, method in (
             ("upload", runner.inputs, "upload"),

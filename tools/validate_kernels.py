@@ -41,7 +41,7 @@ def attend(op: str, case: Case) -> torch.Tensor:
         attention(layout, case.pool, case.query, out)
     else:
         attention = PrefillAttention(*kinds, case.query.dtype, DEVICE, portable=op == "prefill, portable")
-        attention(layout, case.pool, case.query, out, *batch, case.most_queries)
+        attention(layout, case.pool, case.query, out, *batch)
     return out
 
 

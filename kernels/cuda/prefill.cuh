@@ -25,7 +25,7 @@ struct Params {
     const int* query_start;  // [batch + 1] first token of each request
     i64 block_stride, k_offset, v_offset, k_scale_offset, v_scale_offset;  // bytes
     i64 query_stride, out_stride;                                          // elements per token
-    int table_stride, kv_heads, group, block_size_log2, window;
+    int batch, table_stride, kv_heads, group, block_size_log2, window;
     float scale;             // softmax scale * log2(e)
 };
 
@@ -49,6 +49,20 @@ struct Source {
 };
 
 __shared__ Source source;
+
+// Find what is this block's share: blocks of ROWS query rows, request after request, the longest of each first.
+DEVICE bool find_rows(const Params& p, int& request, int& block_row) {
+    int left = blockIdx.x, start = p.query_start[0];
+    for (request = 0; request < p.batch; request++) {
+        int end = p.query_start[request + 1], blocks = ((end - start) * p.group + ROWS - 1) / ROWS;
+        if (left < blocks) {
+            block_row = (blocks - 1 - left) * ROWS;
+            return true;
+        }
+        left -= blocks, start = end;
+    }
+    return false;
+}
 
 // Keep what follows from x from being computed before the loop: it would be spilled.
 DEVICE void hide(int& x) { asm volatile("" : "+r"(x)); }

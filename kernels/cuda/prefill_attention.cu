@@ -69,11 +69,10 @@ DEVICE void attend(State& st, u32 query, u32 k_tile, u32 v_tile, const Params& p
 extern "C" __global__ void __launch_bounds__(THREADS, 2) prefill_attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
-    int request = blockIdx.z, head = blockIdx.y;
+    int request, block_row, head = blockIdx.y;
+    if (!find_rows(p, request, block_row)) return;
     int token0 = p.query_start[request], tokens = p.query_start[request + 1] - token0, length = p.lengths[request];
     int rows = tokens * p.group;
-    int block_row = ((int)gridDim.x - 1 - (int)blockIdx.x) * ROWS;  // the longest first
-    if (block_row >= rows) return;
     int first_limit = length - tokens + 1;  // keys that the first token sees end here
     int last_token = min(block_row + ROWS - 1, rows - 1) / p.group, first_token = block_row / p.group;
     int low = p.window ? max(0, first_limit + first_token - p.window) : 0, high = first_limit + last_token;

@@ -80,11 +80,10 @@ DEVICE void start_scores(float (&s)[8][4], u32 query, u32 k_tile) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention_sm90(const __grid_constant__ Params p) {
     extern __shared__ u8 shared[];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    int request = blockIdx.z, head = blockIdx.y;
+    int request, block_row, head = blockIdx.y;
+    if (!find_rows(p, request, block_row)) return;
     int token0 = p.query_start[request], tokens = p.query_start[request + 1] - token0, length = p.lengths[request];
     int rows = tokens * p.group;
-    int block_row = ((int)gridDim.x - 1 - (int)blockIdx.x) * ROWS;  // the longest first
-    if (block_row >= rows) return;
     int first_limit = length - tokens + 1;  // keys that the first token sees end here
     int last_token = min(block_row + ROWS - 1, rows - 1) / p.group, first_token = block_row / p.group;
     int low = p.window ? max(0, first_limit + first_token - p.window) : 0, high = first_limit + last_token;

@@ -19,8 +19,8 @@ from engine_core import cuda_sampler
 from engine_core.batch import build_batch
 from engine_core.capacity import Capacity
 from engine_core.core import LaunchedStep
-from engine_core.cuda_inputs import StepInputs
-from engine_core.cuda_runner import CudaRunner, DecodeGraph
+from engine_core.cuda_inputs import StepInputs, StepShape
+from engine_core.cuda_runner import CudaRunner, StepGraph
 from engine_core.memory import plan_memory
 from engine_core.model.decoder import Decoder
 from engine_core.model_runner import load_runner
@@ -60,8 +60,9 @@ class Forward:
     def __init__(self, decoder: Decoder, layout: Any, pool: Tensor, inputs: StepInputs, max_context: int) -> None:
         self.decoder, self.kv, self.inputs, self.pool = decoder, PagedKV(pool, layout), inputs, pool
 
-    def __call__(self, decodes: int, prefills: int, tokens: int, longest: int) -> Tensor:
-        plan, places = self._read(decodes, prefills, longest)
+    def __call__(self, shape: StepShape) -> Tensor:
+        tokens = shape.tokens
+        plan, places = self._read(shape.decodes, shape.prefills)
         hidden = torch.full((tokens, self.decoder.config.hidden_size), torch.nan)
         if plan.num_tokens:
             windows = frozenset(self.decoder.config.windows)
@@ -70,16 +71,16 @@ class Forward:
         assert (self.inputs.slots[[n for n in range(tokens) if n not in places]] == -1).all()
         return hidden
 
-    def _read(self, decodes: int, prefills: int, longest: int) -> tuple[StepPlan, list[int]]:
+    def _read(self, decodes: int, prefills: int) -> tuple[StepPlan, list[int]]:
         lengths, starts = self.inputs.lengths.tolist(), self.inputs.query_start.tolist()
         rows: list[Row] = []
         places: list[int] = []
-        for number in range(decodes + prefills):
+        most = self.inputs.max_rows
+        for number in (*range(decodes), *range(most, most + prefills)):
             first, stop = number, number + 1
-            if number >= decodes:
-                first, stop = (decodes + starts[number - decodes + more] for more in (0, 1))
-                assert stop - first <= longest
-            if not lengths[number]:
+            if number >= most:
+                first, stop = starts[number - most], starts[number - most + 1]
+            if not lengths[number] or first == stop:
                 continue
             blocks = self.inputs.tables[number, : -(-lengths[number] // 16)].tolist()
             positions = range(lengths[number] - (stop - first), lengths[number])
@@ -114,11 +115,11 @@ class Kernels:
 
 
 class Graph:
-    def __init__(self, runner: CudaRunner, size: int) -> None:
-        self.runner, self.size = runner, size
+    def __init__(self, runner: CudaRunner, shape: StepShape) -> None:
+        self.runner, self.shape = runner, shape
 
     def replay(self) -> None:
-        self.runner.graphs[self.size].logits.copy_(self.runner._decode(self.size))
+        self.runner.graphs[self.shape].out.copy_(self.runner._compute(self.shape))
 
 
 class Event:
@@ -153,9 +154,11 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         made.launch(made._largest).tokens()
         made.use_pool(memory.kv.num_blocks)
         made.graphs = {
-            size: DecodeGraph(Graph(made, size), torch.empty(size, 300))  # type: ignore[arg-type]
+            StepShape(size, 0, size): StepGraph(Graph(made, StepShape(size, 0, size)), torch.empty(size, 300))  # type: ignore[arg-type]
             for size in made._sizes
         }
+        mixed = made._mixed_shape(made._mixed_sizes[0])
+        made.graphs[mixed] = StepGraph(Graph(made, mixed), torch.empty(mixed.tokens, 64))  # type: ignore[arg-type]
         return made
 
     return runner

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from engine_core import cuda_runner as module
-from engine_core.cuda_runner import CudaRunner, graph_sizes, largest_step, load_cuda_runner
+from engine_core.cuda_inputs import padded
+from engine_core.cuda_runner import CudaRunner, graph_sizes, largest_step, load_cuda_runner, mixed_sizes
 from engine_core.memory import MemoryPlan, plan_memory
 from engine_core.open_model import OpenModel, open_model
 from kernels.compiler import KernelError
@@ -31,6 +32,15 @@ def test_every_decode_step_has_a_graph(rows: int) -> None:
     for count in range(1, rows + 1):
         taken = next(size for size in sizes if size >= count)
         assert taken - count < max(count, 64 if count > 128 else 16), "too many idle rows"
+
+
+@pytest.mark.parametrize("most", [1, 64, 65, 640, 1000, 1025, 2048, 9000])
+def test_every_mixed_step_has_a_graph_unless_it_is_huge(most: int) -> None:
+    sizes = mixed_sizes(most)
+    assert sizes == sorted(set(sizes))
+    for tokens in range(1, min(most, 2048) + 1):
+        assert padded(tokens) in sizes
+        assert padded(tokens) - tokens < max(64, 0.25 * tokens), "too many idle tokens"
 
 
 @pytest.mark.parametrize(

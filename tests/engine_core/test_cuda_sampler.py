@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine_core import cuda_sampler as module
-from engine_core.cuda_inputs import StepInputs
+from engine_core.cuda_inputs import StepInputs, StepShape
 from engine_core.cuda_sampler import CudaSampler
 from engine_core.plan import Row, StepPlan
 from kernels import sampling
@@ -60,7 +60,7 @@ def make_logits() -> Tensor:
 
 
 def launch(sampler: CudaSampler, logits: Tensor, rows: list[Row]) -> Any:
-    sampler._inputs.upload(StepPlan(1, rows, []), {})
+    sampler._inputs.upload(StepPlan(1, rows, []), {}, StepShape(len(rows), 0, len(rows)))
     return sampler.launch(logits[: len(rows)], rows)
 
 

@@ -70,7 +70,7 @@ def run_prefill(case: Case, portable: bool = False) -> torch.Tensor:
         portable=portable,
     )
     out, whole = guarded(case.query)
-    attention(layout, case.pool, case.query, out, case.tables, case.lengths, case.query_start, case.most_queries)
+    attention(layout, case.pool, case.query, out, case.tables, case.lengths, case.query_start)
     assert (whole[[0, -1]] == 7).all()
     return out
 
@@ -137,6 +137,24 @@ def test_shared_blocks_and_far_blocks(first_block: int) -> None:
     case = replace(case, query_start=torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda"))
     for portable in (False, True):
         check(run_prefill(case, portable), case)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_prefill_among_other_rows_and_with_idle_requests(portable: bool) -> None:
+    lengths, counts = (70, 0, 333, 5, 200), (70, 0, 33, 0, 131)
+    case = make_case("bf16", "bf16", lengths, dtype=torch.bfloat16, counts=counts, heads=16)
+    layout = case.layout
+    attention = PrefillAttention(
+        layout.k_format, layout.v_format, 16, layout.num_kv_heads, 128, case.query.dtype, DEVICE, portable=portable
+    )
+    query = torch.cat(
+        (torch.full_like(case.query[:7], torch.nan), case.query, torch.full_like(case.query[:9], torch.nan))
+    )
+    out = torch.full_like(query, 7)
+    attention(layout, case.pool, query, out, case.tables, case.lengths, case.query_start + 7)
+    assert (out[:7] == 7).all()
+    assert (out[-9:] == 7).all()
+    check(out[7:-9], case)
 
 
 def test_values_of_one_give_exactly_one() -> None:
