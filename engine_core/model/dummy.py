@@ -29,7 +29,7 @@ class DummyWeights:
     def dense(self, name: str) -> Tensor:
         """See `Weights`; in the compute dtype, on the device."""
         if self.group_size(name):
-            return self.four_bit(name).packed.dequantize(self._dtype)
+            return self.four_bit(name, self._device).packed.dequantize(self._dtype)
         shape = self.shapes[name]
         out = torch.empty(shape, dtype=self._dtype, device=self._device)
         if name.endswith("norm"):
@@ -43,7 +43,14 @@ class DummyWeights:
             return 0
         return self._quantization.group_size(self.shapes[name][1])
 
-    def four_bit(self, name: str) -> Weight4:
+    def read_to(self, name: str, out: Tensor) -> None:
+        """See `Weights`."""
+        out.copy_(self.dense(name))
+
+    def will_need(self, name: str) -> None:
+        """See `Weights`."""
+
+    def four_bit(self, name: str, device: torch.device) -> Weight4:
         """See `Weights`."""
         rows, columns = self.shapes[name]
         size = self.group_size(name)

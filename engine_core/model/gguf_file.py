@@ -1,4 +1,4 @@
-"""A GGUF file, mapped. Reads metadata and the tensor list without building the tokenizer's arrays, which is what
+"""The header of a GGUF file. Reads metadata and the tensor list without building the tokenizer's arrays, which is what
 makes `gguf.GGUFReader` take seconds on large vocabularies. Format: ggml's docs/gguf.md, versions 2 and 3.
 """
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from numpy.typing import NDArray
 
+from engine_core.model.reading import ModelFile
 from protocol.errors import StartupError
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -43,6 +42,7 @@ class GGUFFile:
         """Raises StartupError if `path` is not a whole little-endian GGUF file of version 2 or 3."""
         self.path = path
         try:
+            self.file = ModelFile(path)
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._at = 0
@@ -53,16 +53,6 @@ class GGUFFile:
     def array_length(self, key: str) -> int:
         """Elements of a metadata array; 0 if there is none."""
         return self.skipped.get(key) or len(self.metadata.get(key, ()))
-
-    def data(self, name: str) -> NDArray[Any]:
-        """The tensor's bytes as the gguf library's dequantize takes them: [..., row bytes] uint8, or floats."""
-        tensor = self.tensors[name]
-        raw = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
-        if tensor.kind == GGMLQuantizationType.F32:
-            return raw.view(np.float32).reshape(tensor.shape)
-        if tensor.kind == GGMLQuantizationType.F16:
-            return raw.view(np.float16).reshape(tensor.shape)
-        return raw.reshape(*tensor.shape[:-1], -1)
 
     def _read_header(self) -> None:
         magic, version, tensor_count, pair_count = self._take("<4sIQQ")

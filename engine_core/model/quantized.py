@@ -47,8 +47,8 @@ class LinearMaker:
         biases = [weights.dense(name).to(self.device, self.dtype) for name in biased]
         bias = torch.cat(biases) if biases else None
         if not self._keeps_4bit([_form(weights, name) for name in names]):
-            return self._from_dense([weights.dense(name) for name in names], bias, None)
-        parts = [weights.four_bit(name) for name in names]
+            return self._from_dense(self._read(weights, names), bias, None)
+        parts = [weights.four_bit(name, self.device) for name in names]
         if self._is_cuda:
             return self._cuda_int4([part.packed for part in parts], bias)
         few = _int4(parts, bias)
@@ -58,12 +58,16 @@ class LinearMaker:
         dense = torch.empty((sum(counts), parts[0].packed.shape[1]), dtype=self.dtype)
         for part, rows in zip(parts, torch.split(dense, counts), strict=True):
             part.dequantize(rows)
-        return self._from_dense([dense], bias, few)
+        return self._from_dense(dense, bias, few)
+
+    def matrix(self, weights: Weights, name: str) -> Tensor:
+        """A weight as a tensor in the compute dtype."""
+        return self._read(weights, [name])
 
     def head(self, weight: Tensor) -> Linear:
         """The head `[vocab, hidden]`; its logits may be float32 whatever the dtype."""
         if self.mode == "dense" or self._is_cuda or not Int8DynamicLinear.is_available():
-            return self._from_dense([weight], None, None)
+            return self._from_dense(weight, None, None)
         few = Int8DynamicLinear(weight)
         return HybridLinear(few, self._dense(weight, None), _FEW_HEAD_ROWS) if self.keep_dense else few
 
@@ -91,9 +95,15 @@ class LinearMaker:
             return self.mode == "int4" and all(size and size % 32 == 0 for _, size in forms)
         return self.mode == "int4" and all(int4_group(shape, size) for shape, size in forms)
 
-    def _from_dense(self, parts: Sequence[Tensor], bias: Tensor | None, few: Linear | None) -> Linear:
-        parts = [part.to(self.device, self.dtype) for part in parts]
-        dense = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    def _read(self, weights: Weights, names: Sequence[str]) -> Tensor:
+        """Weights below each other, in the compute dtype on the device."""
+        rows = [weights.shapes[name][0] for name in names]
+        out = torch.empty((sum(rows), weights.shapes[names[0]][1]), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, torch.split(out, rows), strict=True):
+            weights.read_to(name, part)
+        return out
+
+    def _from_dense(self, dense: Tensor, bias: Tensor | None, few: Linear | None) -> Linear:
         if self.mode == "dense" or self._is_cuda:
             return self._dense(dense, bias)
         few = few or Int8Linear(dense, bias)
@@ -116,10 +126,10 @@ class LinearMaker:
             return JoinedLinear([self._cuda_int4([part], own) for part, own in zip(parts, biases, strict=True)])
         zeros = None if all(part.zeros is None for part in parts) else torch.cat([_zeros(part) for part in parts])
         joined = W4Weight(
-            torch.cat([part.codes for part in parts]).to(self.device),
-            torch.cat([part.scales for part in parts]).to(self.device),
-            None if zeros is None else zeros.to(self.device),
-            None if first.order is None else first.order.to(self.device),
+            torch.cat([part.codes for part in parts]),
+            torch.cat([part.scales for part in parts]),
+            zeros,
+            first.order,
             first.group_size,
         )
         return W4Linear(pack(joined, self.dtype), None if bias is None else bias.contiguous())
@@ -162,7 +172,7 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _zeros(weight: W4Weight) -> Tensor:
-    return weight.zeros if weight.zeros is not None else torch.full(weight.scales.shape, 8, dtype=torch.uint8)
+    return weight.zeros if weight.zeros is not None else torch.full_like(weight.scales, 8, dtype=torch.uint8)
 
 
 def resolve_weights(name: str, dtype: torch.dtype, device: torch.device, file_has_4bit: bool) -> str:

@@ -27,8 +27,9 @@ class Weight4:
     minima: Tensor | None = None  # float32 [out, groups]; of Q4_1, where all zeros are 0
 
     def dequantize(self, out: Tensor) -> None:
-        """Write the weight, computed in float32, to `out` `[out, in]`; in parts that a core's cache holds."""
-        packed, step = self.packed, max(1, _CHUNK // self.packed.shape[1])
+        """Write the weight, computed in float32, to `out` `[out, in]`; on the CPU in parts that its cache holds."""
+        packed = self.packed
+        step = max(1, _CHUNK // packed.shape[1]) if out.device.type == "cpu" else packed.shape[0]
         for start in range(0, packed.shape[0], step):
             rows = slice(start, start + step)
             zeros = None if packed.zeros is None else packed.zeros[rows]
@@ -51,15 +52,23 @@ class Weights(Protocol):
         ...
 
     def dense(self, name: str) -> Tensor:
-        """The tensor as float16, bfloat16 or float32, in transformers' order of rows."""
+        """The tensor as float16, bfloat16 or float32, in transformers' order of rows, in host memory."""
+        ...
+
+    def read_to(self, name: str, out: Tensor) -> None:
+        """Write what `dense` gives to a contiguous tensor of its shape, of any dtype, on any device."""
+        ...
+
+    def will_need(self, name: str) -> None:
+        """Have the system read the tensor into its cache meanwhile."""
         ...
 
     def group_size(self, name: str) -> int:
         """Elements of a row that share a scale in `four_bit`; 0 if there is no such form of this weight."""
         ...
 
-    def four_bit(self, name: str) -> Weight4:
-        """The weight without dequantising it. Raises StartupError."""
+    def four_bit(self, name: str, device: torch.device) -> Weight4:
+        """The weight without dequantising it, on the device. Raises StartupError."""
         ...
 
     def bytes_of(self, name: str) -> int:

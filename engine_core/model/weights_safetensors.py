@@ -1,17 +1,16 @@
 """Weights from a folder of safetensors files, sharded or not."""
 
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine_core.model.config import ModelConfig
+from engine_core.model.reading import Stored
+from engine_core.model.safetensors_file import Unknown, read_safetensors
 from engine_core.model.weights import Weight4, expected_shapes
 from kernels.w4_format import W4FormatError, from_awq, from_compressed_tensors, from_gptq
 from protocol.errors import StartupError
@@ -32,14 +31,12 @@ _LAYER = {
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
 }
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_PACKED_BYTES = _BYTES | {"I32": 4, "I64": 8}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PARTS = {  # of a 4-bit weight: by method, those that have to be there, and those that may be
     "gptq": ("qweight qzeros scales", "g_idx"),
     "awq": ("qweight qzeros scales", ""),
     "compressed-tensors": ("weight_packed weight_scale weight_shape", "weight_zero_point weight_g_idx"),
 }
-_Entry = tuple[Any, str]  # an open file, and the tensor's name in it
 
 
 class SafetensorsWeights:
@@ -52,40 +49,46 @@ class SafetensorsWeights:
         """Raises StartupError if a file is missing or damaged, or a tensor is not of a type or form that is known."""
         self._layer = _LAYER | ({"post_attention_layernorm": "attn_out_norm"} if config.output_norms else {})
         self._quantization = config.quantization
-        self._where: dict[str, _Entry] = {}
-        self._packed: dict[str, dict[str, _Entry]] = {}  # parts of 4-bit weights
+        self._where: dict[str, Stored] = {}
+        self._packed: dict[str, dict[str, Stored]] = {}  # parts of 4-bit weights
         self._group_sizes: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._bytes: dict[str, int] = {}
         for path, listed in _files(folder).items():
-            try:
-                file: Any = safe_open(path, framework="pt")
-                self._open(file, path)
-            except (OSError, SafetensorError) as error:
-                raise StartupError(f"can't read {path}: {error}") from error
-            missing = listed - set(file.keys())
-            if missing:
+            tensors = read_safetensors(path)
+            if missing := listed - set(tensors):
                 raise StartupError(f"{path} lacks {sorted(missing)[0]}, which the index promises")
+            self._add(tensors, path)
         for name, parts in self._packed.items():
             try:
                 self._check_packed(name, parts)
             except (ValueError, IndexError) as error:
                 raise StartupError(f"the 4-bit weight {name} has parts of the wrong shape: {error}") from error
         self._drop_empty_biases(expected_shapes(config))
-        self.total_bytes = sum(self._bytes.values())
+        self.total_bytes = sum(map(self.bytes_of, self.shapes))
 
     def dense(self, name: str) -> Tensor:  # noqa: D102
         if name in self._packed:
-            self.four_bit(name).dequantize(out := torch.empty(self.shapes[name]))
+            self.read_to(name, out := torch.empty(self.shapes[name]))
             return out
-        return _read(self._where[name])
+        return self._where[name].read()
+
+    def read_to(self, name: str, out: Tensor) -> None:  # noqa: D102
+        if name in self._packed:
+            self.four_bit(name, out.device).dequantize(out)
+        else:
+            self._where[name].read_to(out)
+
+    def will_need(self, name: str) -> None:  # noqa: D102
+        for part in self._parts(name):
+            part.will_need()
 
     def group_size(self, name: str) -> int:  # noqa: D102
         return self._group_sizes.get(name, 0)
 
-    def four_bit(self, name: str) -> Weight4:  # noqa: D102
+    def four_bit(self, name: str, device: torch.device) -> Weight4:  # noqa: D102
         assert self._quantization is not None, "there are no packed weights without it"
-        part, size = {key: _read(entry) for key, entry in self._packed[name].items()}, self._group_sizes[name]
+        part = {key: stored.read(device) for key, stored in self._packed[name].items()}
+        size, (rows, columns) = self._group_sizes[name], self.shapes[name]
         try:
             if self._quantization.method == "awq":
                 packed = from_awq(part["qweight"], part["qzeros"], part["scales"], size)
@@ -95,47 +98,47 @@ class SafetensorsWeights:
             else:
                 scale, zeros = part["weight_scale"], part.get("weight_zero_point")
                 packed = from_compressed_tensors(
-                    part["weight_packed"], scale, zeros, part["weight_shape"], part.get("weight_g_idx"), size
+                    part["weight_packed"], scale, zeros, (rows, columns), part.get("weight_g_idx"), size
                 )
         except W4FormatError as error:
             raise StartupError(f"{name}: {error}") from error
         return Weight4(packed)
 
     def bytes_of(self, name: str) -> int:  # noqa: D102
-        return self._bytes[name]
+        return sum(part.nbytes for part in self._parts(name))
 
-    def _open(self, file: Any, path: Path) -> None:
+    def _parts(self, name: str) -> Iterable[Stored]:
+        return self._packed[name].values() if name in self._packed else (self._where[name],)
+
+    def _add(self, tensors: Mapping[str, Stored | Unknown], path: Path) -> None:
         needed, more = _PARTS[self._quantization.method] if self._quantization else ("", "")
-        for theirs in file.keys():  # noqa: SIM118
+        for theirs, stored in tensors.items():
             module, _, part = theirs.rpartition(".")
             is_packed = part in (*needed.split(), *more.split())
             ours = _our_name(f"{module}.weight" if is_packed else theirs, self._layer)
             if ours is None:
                 continue
-            entry, known = file.get_slice(theirs), _PACKED_BYTES if is_packed else _BYTES
-            if entry.get_dtype() not in known:
-                raise StartupError(f"{path}: {theirs} has type {entry.get_dtype()}, which is not supported")
-            shape = tuple(entry.get_shape())
-            self._bytes[ours] = self._bytes.get(ours, 0) + known[entry.get_dtype()] * math.prod(shape)
+            if isinstance(stored, Unknown) or not (is_packed or stored.dtype in _DTYPES):
+                kind = str(stored.dtype).removeprefix("torch.")
+                raise StartupError(f"{path}: {theirs} has type {kind}, which is not supported")
             if is_packed:
-                self._packed.setdefault(ours, {})[part] = (file, theirs)
+                self._packed.setdefault(ours, {})[part] = stored
             else:
-                self._where[ours] = (file, theirs)
-                self.shapes[ours] = shape
+                self._where[ours] = stored
+                self.shapes[ours] = stored.shape
 
-    def _check_packed(self, name: str, parts: dict[str, _Entry]) -> None:
+    def _check_packed(self, name: str, parts: dict[str, Stored]) -> None:
         """Find shape and group size of a 4-bit weight. Its data is checked when it is read."""
         assert self._quantization is not None
         method = self._quantization.method
         if missing := [part for part in _PARTS[method][0].split() if part not in parts]:
             raise StartupError(f"the 4-bit weight {name} lacks {missing[0]}")
-        shapes = {part: tuple(file.get_slice(theirs).get_shape()) for part, (file, theirs) in parts.items()}
-        scales = shapes["weight_scale" if method == "compressed-tensors" else "scales"]
+        scales = parts["weight_scale" if method == "compressed-tensors" else "scales"].shape
         if method == "compressed-tensors":
-            rows, columns = _read(parts["weight_shape"]).tolist()
+            rows, columns = parts["weight_shape"].read().tolist()
             groups = scales[-1]
         else:
-            wide, high = shapes["qweight"]
+            wide, high = parts["qweight"].shape
             rows, columns = (high, 8 * wide) if method == "gptq" else (8 * high, wide)
             groups = scales[0]
         size = columns // max(groups, 1)
@@ -150,13 +153,8 @@ class SafetensorsWeights:
         """GPTQ checkpoints bring biases of zeros for layers that have none."""
         for name in self._packed:
             bias = f"{name}.bias"
-            if bias in self._where and bias not in expected and not _read(self._where[bias]).any():
-                del self._where[bias], self.shapes[bias], self._bytes[bias]
-
-
-def _read(entry: _Entry) -> Tensor:
-    tensor: Tensor = entry[0].get_tensor(entry[1])
-    return tensor
+            if bias in self._where and bias not in expected and not self._where[bias].read().any():
+                del self._where[bias], self.shapes[bias]
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:

@@ -176,7 +176,7 @@ def test_gguf_file_skips_long_arrays(tmp_path: Path) -> None:
     assert file.metadata["last"] == "key"
     assert file.array_length("tokenizer.ggml.tokens") == 3000
     assert "tokenizer.ggml.tokens" not in file.metadata
-    assert file.data("token_embd.weight").shape == (4, 8)
+    assert file.tensors["token_embd.weight"].shape == (4, 8)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_tensors_have_the_form_that_is_asked_for(tmp_path: Path) -> None:
         assert (tuple(tensor.shape), tensor.dtype) == (shape, torch.bfloat16)
     assert weights.group_size("layers.0.gate") == 64
     assert not weights.group_size("embed") + weights.group_size("layers.0.q.bias") + weights.group_size("norm")
-    assert weights.four_bit("layers.0.gate").packed.shape == (384, 128)
+    assert weights.four_bit("layers.0.gate", CPU).packed.shape == (384, 128)
     assert weights.dense("layers.0.gate").float().std() == pytest.approx(128**-0.5, rel=0.05)
     assert not torch.equal(weights.dense("layers.0.gate"), weights.dense("layers.1.gate"))
     assert weights.total_bytes == sum(map(weights.bytes_of, weights.shapes))

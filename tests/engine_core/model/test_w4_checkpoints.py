@@ -86,7 +86,7 @@ def test_checkpoints_that_the_libraries_wrote(name: str) -> None:
     for part, expected in load_file(DATA / name / "expected.safetensors").items():
         assert weights.group_size(f"layers.0.{part}") == (expected.shape[1] if name == "gptq_v2" else 32)
         torch.testing.assert_close(weights.dense(f"layers.0.{part}"), expected.float(), rtol=1e-3, atol=1e-6)
-    assert (weights.four_bit("layers.0.q").packed.order is not None) == (name == "gptq")
+    assert (weights.four_bit("layers.0.q", torch.device("cpu")).packed.order is not None) == (name == "gptq")
     logits = step_logits(open_runner(DATA / name), [], [make_row(1, prompt(24), 0, 24, [0, 1])])[0]
     assert logits.isfinite().all()
 
@@ -171,7 +171,7 @@ def test_products_beyond_float16_end_the_request(folder: Path) -> None:
 def test_packed_tensors_without_a_config_are_unknown(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
-    with pytest.raises(StartupError, match="g_idx has type I32"):
+    with pytest.raises(StartupError, match="g_idx has type int32"):
         open_folder(folder)
 
 

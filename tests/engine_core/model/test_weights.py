@@ -120,7 +120,7 @@ def test_gguf_types(tmp_path: Path, kind: Kind) -> None:
     torch.testing.assert_close(weights.dense("layers.0.up").float(), expected, rtol=0, atol=0)
     assert weights.group_size("layers.0.up") == (32 if kind in (Kind.Q4_0, Kind.Q4_1) else 0)
     if weights.group_size("layers.0.up"):
-        parts = weights.four_bit("layers.0.up")
+        parts = weights.four_bit("layers.0.up", CPU)
         found = parts.packed.dequantize(torch.float32)
         found += 0 if parts.minima is None else parts.minima.repeat_interleave(32, 1)
         torch.testing.assert_close(found, expected)
