@@ -35,7 +35,7 @@ class OneRowLinear:
         if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1] or not bias.is_cuda):
             raise KernelError(f"bias: {bias.dtype} {tuple(bias.shape)} for a weight {tuple(weight.shape)}")
         self._weight, self._bias = weight, bias
-        self._kernel = kernel(_variant(weight.dtype), "4P2i", 32 * _WARPS, weight.device.index)
+        self._kernel = kernel(_variant(weight.dtype), "4P2i", 32 * _WARPS, weight.device.index, early=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         """X `[1, in]` to `[1, out]`, same dtype."""

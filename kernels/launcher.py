@@ -1,6 +1,6 @@
 """Loading machine code and launching it on torch's current stream, through the driver and ctypes.
 
-A launch packs its arguments into one C struct, in place, and calls cuLaunchKernel: about the cost of the driver call.
+A launch packs its arguments into one C struct, in place, and calls cuLaunchKernelEx: about the cost of the driver call.
 """
 
 import ctypes
@@ -16,6 +16,8 @@ from kernels.compiler import Binary, KernelError, Variant, build, compile_varian
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_OPT_IN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_LAUNCH_CONFIG = struct.Struct("@7I4xPPI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, how many
+_EARLY = struct.pack("@i4xi60x", 6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 @functools.cache
@@ -25,8 +27,8 @@ def driver() -> ctypes.CDLL:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise KernelError(f"no CUDA driver: {error}") from error
-    uint, pointer = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]
+    pointer = ctypes.c_void_p
+    library.cuLaunchKernelEx.argtypes = [pointer] * 4
     return library
 
 
@@ -64,10 +66,11 @@ class Kernel:
     """One kernel on one device. Not for two threads at once: a launch writes into the kernel's own argument struct.
 
     `layout` is the struct's format as of the struct module, with native alignment: that of the C struct in the source.
+    `early`: it may start before the kernel before it has ended, for which it waits by itself (common.cuh).
     """
 
     def __init__(
-        self, binary: Binary, entry: str, layout: str, threads: int, device: int, shared_bytes: int = 0
+        self, binary: Binary, entry: str, layout: str, threads: int, device: int, shared_bytes: int, early: bool
     ) -> None:
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the context
@@ -84,8 +87,12 @@ class Kernel:
         self._struct = struct.Struct("@" + layout)
         self._arguments = ctypes.create_string_buffer(self._struct.size)
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
-        self._pack, self._launch, self._device = self._struct.pack_into, driver().cuLaunchKernel, device
+        self._pack, self._launch, self._device = self._struct.pack_into, driver().cuLaunchKernelEx, device
         self._stream = torch._C._cuda_getCurrentRawStream
+        self._config = ctypes.create_string_buffer(_LAUNCH_CONFIG.size)
+        self._attributes = ctypes.create_string_buffer(_EARLY)
+        early = early and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._rest = ctypes.addressof(self._attributes), int(early)
 
     def blocks_per_multiprocessor(self) -> int:
         """How many blocks of this kernel fit on a multiprocessor at once."""
@@ -101,9 +108,9 @@ class Kernel:
     def __call__(self, grid: tuple[int, int, int], *arguments: int | float | bytes) -> None:
         """Launch on the current stream of torch; safe in a graph capture."""
         self._pack(self._arguments, 0, *arguments)
-        result = self._launch(
-            self._function, *grid, self._threads, 1, 1, self._shared, self._stream(self._device), self._parameters, None
-        )
+        stream = self._stream(self._device)
+        _LAUNCH_CONFIG.pack_into(self._config, 0, *grid, self._threads, 1, 1, self._shared, stream, *self._rest)
+        result = self._launch(self._config, self._function, self._parameters, None)
         if result:
             check(result, f"launch {self._entry} on a grid of {grid}")
 
@@ -112,14 +119,16 @@ _loaded: dict[tuple[Variant, int], Kernel] = {}
 _lock = threading.Lock()
 
 
-def kernel(variant: Variant, layout: str, threads: int, device: int, shared_bytes: int = 0) -> Kernel:
+def kernel(
+    variant: Variant, layout: str, threads: int, device: int, shared_bytes: int = 0, early: bool = False
+) -> Kernel:
     """The kernel of a variant on a device, compiled and loaded once. Load before any graph capture."""
     found = _loaded.get((variant, device))
     if found is None:
         with _lock:
             binary = compile_variant(variant, device_target(device))
             found = _loaded.setdefault(
-                (variant, device), Kernel(binary, variant.entry, layout, threads, device, shared_bytes)
+                (variant, device), Kernel(binary, variant.entry, layout, threads, device, shared_bytes, early)
             )
     return found
 

@@ -177,6 +177,7 @@ def launch_cost(count: int = 3000) -> dict[str, Any]:
     out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     ours = kernel(Variant("probe.cu"), "P", 1, torch.cuda.current_device())
     pointer, stream, launch = out.data_ptr(), torch.cuda.current_stream().cuda_stream, driver().cuLaunchKernel
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     function, parameters = ours._function, ctypes.cast(ours._parameters, ctypes.c_void_p)
     batch = torch.randn(1, 32, HEAD_DIM, device=DEVICE).bfloat16()
     layout = plain_layout("bf16", "bf16", 1, 4, HEAD_DIM, BLOCK, 0)

@@ -15,6 +15,20 @@ struct __align__(16) Float4 { float x, y, z, w; };
 #pragma nv_diag_suppress 177  // a kernel does not use all of this
 #define FULL_WARP 0xffffffffu
 
+// For kernels that are launched early (launcher.py): they start while the one before them ends, and the next one does the
+// same with them. Before wait_for_previous() they may read constants such as weights, and write nothing.
+DEVICE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE float negative_infinity() { return __uint_as_float(0xff800000u); }
 

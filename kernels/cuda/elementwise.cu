@@ -46,6 +46,8 @@ DEVICE float sum_of_block(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
+    let_next_start();
+    wait_for_previous();
     const i64 row = blockIdx.x;
     const Words4* x = (const Words4*)(p.x + row * p.x_stride);
     Words4* residual = (Words4*)(p.residual + row * p.residual_stride);
@@ -99,6 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
+    let_next_start();
+    wait_for_previous();
     const i64 row = blockIdx.x;
     const int at = blockIdx.y * THREADS + threadIdx.x;
     if (at >= p.width / 8) return;

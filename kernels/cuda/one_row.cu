@@ -27,6 +27,7 @@ DEVICE float add_products(float sum, const Words4& w, const Words4& x) {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) one_row(Params p) {
     const int lane = threadIdx.x % 32, column = blockIdx.x * WARPS + threadIdx.x / 32;
+    let_next_start();
     if (column >= p.columns) return;
     const Words4 *w = (const Words4*)(p.w + (i64)column * p.width), *x = (const Words4*)p.x;
     const int pieces = p.width / 8;
@@ -38,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) one_row(Params p) {
             const int at = first + 32 * i;
             found[i] = at < pieces ? load_stream4(w + at) : Words4{0, 0, 0, 0};
         }
+        if (first == lane) wait_for_previous();
 #pragma unroll
         for (int i = 0; i < BATCH; i++) sum = add_products(sum, found[i], x[min(first + 32 * i, pieces - 1)]);
     }

@@ -110,6 +110,8 @@ DEVICE void store(u8* row, u16* scale_at, const float (&x)[2][PAIR], int lane, b
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) write_kv(const __grid_constant__ Params p) {
+    let_next_start();
+    wait_for_previous();
     int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (token >= p.tokens) return;
     bool active = lane < LANES;
