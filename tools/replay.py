@@ -104,6 +104,7 @@ class Feeder:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self._hash, self.digest = scheduler, PlanHash(), b""
+        self.plan: StepPlan | None = None  # what the last call of schedule gave
         self._plans: dict[int, StepPlan] = {}  # not committed yet
 
     def feed(self, entry: Entry) -> str:
@@ -127,7 +128,7 @@ class Feeder:
         return ""
 
     def _plan(self, entry: Planned) -> str:
-        plan = self.scheduler.schedule(entry.now)
+        plan = self.plan = self.scheduler.schedule(entry.now)
         here = planned(entry.now, plan, self._hash)
         self.digest = here.digest
         if plan is not None and plan.num_tokens:

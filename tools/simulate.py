@@ -55,18 +55,25 @@ class Load:
 
     name: str
     requests: Sequence[TraceRequest]
-    max_tokens: int  # what clients ask for
+    max_tokens: int  # what clients ask for; 0: what they get
     max_context: int
     longest: int  # tokens of the longest request
     demand: int  # blocks
 
 
 def prepare(name: str, machine: Machine, count: int, utilisation: float, max_context: int) -> Load:
-    """Scale a trace's arrivals and measure its demand."""
+    """Read a trace and make it fit."""
     trace = synthetic_trace(count) if name == "synthetic" else read_trace(Path(name))
     longest = max(request.answer_tokens for request in trace)
     max_tokens = 1 << (longest - 1).bit_length()
     trace = [request for request in trace if request.prompt_tokens + request.answer_tokens < max_context][:count]
+    return fit_load(Path(name).stem, trace, machine, utilisation, max_tokens, max_context)
+
+
+def fit_load(
+    name: str, trace: Sequence[TraceRequest], machine: Machine, utilisation: float, max_tokens: int, max_context: int
+) -> Load:
+    """Scale a trace's arrivals and measure its demand."""
     sample = [replace(request, arrival=0.0) for request in trace[:CALIBRATION_REQUESTS]]
     rate = len(sample) / _run_unlimited(machine, sample, max_tokens, max_context).ended
     factor = len(trace) / (rate * utilisation) / max(trace[-1].arrival - trace[0].arrival, 1e-9)
@@ -78,7 +85,7 @@ def prepare(name: str, machine: Machine, count: int, utilisation: float, max_con
     share = np.cumsum(seconds[order]) / seconds.sum()
     demand = int(blocks[order][np.searchsorted(share, DEMAND_PERCENTILE / 100)])
     tokens = max(request.prompt_tokens + request.answer_tokens for request in trace)
-    return Load(Path(name).stem, trace, max_tokens, max_context, tokens, demand)
+    return Load(name, trace, max_tokens, max_context, tokens, demand)
 
 
 def _run_unlimited(machine: Machine, trace: Sequence[TraceRequest], max_tokens: int, max_context: int) -> Tally:

@@ -1,7 +1,8 @@
 """The real scheduler in virtual time: a step and a copy take what a cost model says.
 
 Machines. A step takes `step + row * decode rows + token * prefill tokens + read * context tokens of decode rows +
-attend * (prefill tokens x context tokens before them)`; a group of copies `latency + bytes / bandwidth`.
+attend * (prefill tokens x context tokens before them)`; a group of copies `latency + bytes / bandwidth`. A machine that
+was measured (tools/fit_machine.py) has a curve over decode rows instead of `step` and `row`.
 
 h200-3b: Qwen2.5-3B, BF16, one H200. step, row: vLLM 0.26.0's 2.98, 3.12 and 3.88 ms a token at 1, 32 and 128 requests
 (32 x 8k: the model says 5.4, measured 5.40 ms). token: its 65,536 prompt tokens in 0.95 s (2,048-token steps). read:
@@ -15,6 +16,7 @@ a tenth of a prefill token, as weights are read anyway. Copies: 6.8 GB/s (1.77 M
 
 import heapq
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -48,6 +50,7 @@ class Machine:
     prefill_chunk_tokens: int
     max_running: int
     block_size: int = 16
+    curve: tuple[tuple[int, float], ...] = ()  # of (decode rows, seconds), from 0 rows on; between them it is straight
 
     def with_block_size(self, block_size: int) -> "Machine":
         """The same machine with blocks of so many tokens."""
@@ -56,11 +59,19 @@ class Machine:
 
     def step_seconds(self, plan: StepPlan) -> float:
         """How long the forward pass takes."""
-        seconds = self.step + self.row * len(plan.decodes) + self.read * sum(row.start for row in plan.decodes)
+        seconds = self._decode_seconds(len(plan.decodes)) + self.read * sum(row.start for row in plan.decodes)
         for row in plan.prefills:
             count = len(row.tokens)
             seconds += count * (self.token + self.attend * (row.start + count / 2))
         return seconds
+
+    def _decode_seconds(self, rows: int) -> float:
+        if not self.curve:
+            return self.step + self.row * rows
+        place = min(max(1, bisect_left(self.curve, (rows,))), len(self.curve) - 1)
+        (low, before), (high, after) = self.curve[place - 1], self.curve[place]
+        seconds = before + (after - before) * (rows - low) / (high - low)
+        return seconds if rows <= high else max(after, seconds)  # where nothing was measured, more rows are no faster
 
 
 MACHINES = {
@@ -134,7 +145,7 @@ class VirtualEngine:
     """Runs a trace through a scheduler. What a request's tokens are doesn't matter; its answer ends as in the trace."""
 
     def __init__(self, scheduler: Scheduler, machine: Machine, max_tokens: int, watch: bool = False) -> None:
-        """`max_tokens` is what each client asks for. `watch` notes how many blocks are in use."""
+        """`max_tokens` is what each client asks for; 0: what it gets. `watch` notes how many blocks are in use."""
         self.scheduler, self.machine, self._max_tokens, self._watch = scheduler, machine, max_tokens, watch
         self.now = 0.0
         self.tally = Tally()
@@ -180,7 +191,7 @@ class VirtualEngine:
 
     def _add(self, request: TraceRequest) -> None:
         capacity = self.scheduler.capacity
-        limit = capacity.answer_limit(request.prompt_tokens, self._max_tokens)
+        limit = capacity.answer_limit(request.prompt_tokens, self._max_tokens or request.answer_tokens)
         new = Request(request.number, [0] * request.prompt_tokens, _SAMPLING, limit, request.arrival)
         new.digests = request.digests(capacity.block_size)
         self._answers[request.number] = min(limit, request.answer_tokens)
