@@ -1,194 +1,337 @@
-"""How fast a checkpoint loads, beside a plain read of its files from the same disk, and what memory that takes.
+"""How fast a checkpoint loads, beside a plain read of its files in the same run, and when it serves a first token.
 
-    python -m tools.bench_load [--gigabytes 1.5] [--format bf16,w4] [--folder DIR] [--threads N]
+    python -m tools.bench_load [--gigabytes 1.5] [--format bf16,w4,q8_0,q4_0] [--weights auto,dense] [--device cpu|cuda]
+        [--serve] [--iterations 3] [--folder DIR] [--threads N] [--output FILE.json]
 
-Writes a random Llama in shards (removed afterwards), drops it from the page cache, reads it sequentially, drops it
-again and loads it in a process of its own. Memory is anonymous resident memory of that process, every 5 ms: what the
-kernel can't take back, so mapped files don't count. `extra` is its peak beyond what is left when the model is loaded.
+Writes a model of `--config`'s shape with random weights, as many layers as fill `--gigabytes` (0: all), and removes it
+afterwards. bf16 is in shards, w4 too (compressed-tensors, groups of 128), q8_0 and q4_0 are GGUF files.
+
+* **read**: all files in turn, 8 MiB at a time into one buffer.
+* **load**: `open_model` and `load_decoder` in a process of its own, to the last copy; not Python's start, nor CUDA's.
+* **cold**: after POSIX_FADV_DONTNEED on every file; `cached` is what the system still had of them then. warm: after a
+  read. Of `--iterations`, in turn, the least counts.
+* **extra**: peak of anonymous and shared resident memory, every 5 ms, beyond what is left once the model is loaded: on
+  a GPU, beyond what there was before. Mapped files don't count, nor do the 32 MiB that are pinned for copies.
+* **ready**, **first**: seconds from `pagetide serve`, cold, to its ready line and to the first token over HTTP.
 """
 
 import argparse
 import ctypes
 import json
+import mmap
 import multiprocessing
 import os
+import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
+import httpx
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from engine_core.model import weights_gguf
 from engine_core.model.config import ModelConfig, from_hf
 from engine_core.model.weights import expected_shapes
 from kernels.w4_format import W4Weight
 from protocol.config import EngineConfig
 from tools import hf_folder
-from tools.environment import describe
+from tools.measurement import Column, Figures, print_table, save, server
 from tools.quantize_w4 import LINEAR, config_entry, packed_tensors
 from tools.w4_rounding import Options
 
 GROUP = 128
-SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-_BLOCK = 8 << 20  # of a plain read
+SCALE = 0.02
+PROMPT = "Once upon a time there was a page that wanted to see the disk. "
+COLUMNS: list[Column] = [
+    ("format", "format", "s"), ("kept", "weights", "s"), ("GB", "gigabytes", ".2f"), ("cached", "cached", ".0%"),
+    ("cold read", "cold_read", ".2f"), ("load", "cold_load", ".2f"), ("ratio", "cold_ratio", ".2f"),
+    ("warm read", "warm_read", ".2f"), ("load", "warm_load", ".2f"), ("ratio", "warm_ratio", ".2f"),
+    ("CPU", "cpu", ".2f"), ("model MB", "kept_mb", ".0f"), ("extra MB", "extra_mb", ".0f"),
+    ("shard MB", "shard_mb", ".0f"), ("ready", "ready", ".1f"), ("first", "first", ".1f"),
+]  # fmt: skip
+_BLOCK = 8 << 20  # bytes of a plain read
+_POOL = 1 << 24  # random elements, which tensors repeat
 
 
-def config_of(gigabytes: float, form: str) -> dict[str, Any]:
-    """A Llama with as many layers as fill the size."""
-    config: dict[str, Any] = SHAPE | {"num_hidden_layers": 1}
-    per_layer = sum(
-        torch.Size(s).numel() for n, s in expected_shapes(from_hf(config)).items() if n.startswith("layers")
+def bytes_of(elements: int, form: str) -> int:
+    """Bytes of a linear weight."""
+    return {"bf16": elements * 2, "w4": elements // 2 + elements // GROUP * 2}.get(
+        form, elements // 32 * (34 if form == "q8_0" else 18)
     )
-    per_layer = per_layer * 2 if form == "bf16" else per_layer // 2 + per_layer // GROUP * 2
-    rest = 2 * SHAPE["vocab_size"] * SHAPE["hidden_size"]
-    config["num_hidden_layers"] = max(1, round((gigabytes * 1e9 - rest) / per_layer))
+
+
+def config_of(config: dict[str, Any], gigabytes: float, form: str) -> dict[str, Any]:
+    """The config with as many layers as fill the size."""
+    config = {key: value for key, value in config.items() if key not in ("max_window_layers", "layer_types")}
+    shapes = expected_shapes(from_hf(config | {"num_hidden_layers": 1}))
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    layer = sum(bytes_of(size, form) for name, size in sizes.items() if name.startswith("layers"))
+    rest = sum(bytes_of(n, "bf16" if form == "w4" else form) for name, n in sizes.items() if "layers" not in name)
+    if gigabytes:
+        config["num_hidden_layers"] = max(1, round((gigabytes * 1e9 - rest) / layer))
     if form == "w4":
         config["quantization_config"] = config_entry(Options(GROUP, True, torch.bfloat16), False)
     return config
 
 
+@cache
+def _pool() -> Tensor:
+    return torch.randn(_POOL) * SCALE
+
+
+def random_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+    """bfloat16, 1 for norms."""
+    if name.endswith("norm"):
+        return torch.ones(shape, dtype=torch.bfloat16)
+    count = torch.Size(shape).numel()
+    pool = _pool().bfloat16()
+    return pool.repeat(-(-count // _POOL))[:count].view(shape)
+
+
 def random_tensors(model: ModelConfig, form: str) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a safetensors checkpoint."""
     linear = {name for names in LINEAR.values() for name in names}
     for name, shape in expected_shapes(model).items():
-        module = hf_folder.module_name(name, model)
+        base = name.removesuffix(".bias")
+        module = hf_folder.module_name(base, model)
         if form == "bf16" or name.rpartition(".")[2] not in linear:
-            scale = 0.02 if len(shape) == 2 else 1.0
-            yield f"{module}.weight", (torch.randn(shape) * scale).bfloat16()
+            yield f"{module}.{'weight' if base == name else 'bias'}", random_tensor(name, shape)
             continue
         codes = torch.randint(0, 256, (shape[0], shape[1] // 2), dtype=torch.uint8)
-        scales = torch.full((shape[0], shape[1] // GROUP), 0.005, dtype=torch.bfloat16)
+        scales = torch.full((shape[0], shape[1] // GROUP), SCALE / 4, dtype=torch.bfloat16)
         yield from packed_tensors(module, W4Weight(codes, scales, None, None, GROUP))
 
 
-def write(folder: Path, gigabytes: float, form: str, shard: int) -> int:
-    config = config_of(gigabytes, form)
+def write(folder: Path, config: dict[str, Any], form: str, shard: int) -> Path:
+    """Write the checkpoint; what `pagetide serve` takes."""
+    model = from_hf(config)
+    if form not in ("bf16", "w4"):
+        return write_gguf(folder / f"model-{form}.gguf", model, form)
     (folder / "config.json").write_text(json.dumps(config))
-    return hf_folder.write_tensors(folder, random_tensors(from_hf(config), form), shard)
+    byte_level = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(byte_level)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    hf_folder.write_tensors(folder, random_tensors(model, form), shard)
+    return folder
+
+
+def write_gguf(path: Path, model: ModelConfig, form: str) -> Path:
+    """The model as a GGUF file: matrices quantised, the rest in F32."""
+    writer = gguf.GGUFWriter(path, model.architecture)
+    writer.add_block_count(model.num_layers)
+    writer.add_context_length(model.max_context)
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_feed_forward_length(model.intermediate_size)
+    writer.add_head_count(model.num_heads)
+    writer.add_head_count_kv(model.num_kv_heads)
+    writer.add_layer_norm_rms_eps(model.rms_norm_eps)
+    writer.add_rope_freq_base(model.rope.theta)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*characters, "".join(characters[:2])]
+    padding = range(len(tokens), model.vocab_size)
+    writer.add_token_list(tokens + [f"[PAD{n}]" for n in padding])
+    writer.add_token_types([1] * len(tokens) + [5] * len(padding))
+    writer.add_token_merges([" ".join(characters[:2])])
+    kind = gguf.GGMLQuantizationType[form.upper()]
+    theirs = {ours: name for name, ours in weights_gguf.LAYER.items()}
+    for name, shape in expected_shapes(model).items():
+        base, is_bias = name.removesuffix(".bias"), name.endswith(".bias")
+        if base.startswith("layers"):
+            _, number, part = base.split(".")
+            wanted = f"blk.{number}.{theirs[part]}"
+        else:
+            wanted = {"embed": "token_embd", "norm": "output_norm", "head": "output"}[base]
+        if len(shape) == 1:
+            writer.add_tensor(f"{wanted}.{'bias' if is_bias else 'weight'}", random_tensor(name, shape).float().numpy())
+            continue
+        few = _pool()[: _POOL // shape[1] // 16 * shape[1]].view(-1, shape[1])
+        rows = torch.from_numpy(gguf.quants.quantize(few.numpy(), kind))
+        data = rows.repeat(-(-shape[0] // len(rows)), 1)[: shape[0]]
+        writer.add_tensor(f"{wanted}.weight", data.numpy(), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# -- the disk --------------------------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".gguf"))
 
 
 def drop_from_cache(folder: Path) -> None:
-    for file in folder.glob("*.safetensors"):
+    for file in files(folder):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def cached_share(folder: Path) -> float:
+    """How much of the files the system has in memory."""
+    pages = held = 0
+    for file in files(folder):
+        with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+            count = -(-len(mapped) // mmap.PAGESIZE)
+            found, view = (ctypes.c_ubyte * count)(), (ctypes.c_char * len(mapped)).from_buffer(mapped)
+            if ctypes.CDLL(None).mincore(ctypes.byref(view), ctypes.c_size_t(len(mapped)), found):
+                return float("nan")
+            held += sum(byte & 1 for byte in bytes(found))
+            pages += count
+            del view
+    return held / pages
+
+
 def read_all(folder: Path) -> float:
     """Seconds of a sequential read."""
     started, buffer = time.perf_counter(), bytearray(_BLOCK)
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files(folder):
         with file.open("rb", buffering=0) as opened:
             while opened.readinto(buffer):
                 pass
     return time.perf_counter() - started
 
 
+# -- loads -----------------------------------------------------------------------------------------------------------
+
+
 def resident() -> int:
-    """Anonymous bytes of this process."""
+    """Anonymous and shared bytes of this process."""
     lines = Path("/proc/self/status").read_text("ascii").splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
-def load(folder: str, options: dict[str, Any], results: "multiprocessing.SimpleQueue[dict[str, float]]") -> None:
+def load(config: EngineConfig, results: "multiprocessing.SimpleQueue[Figures]") -> None:
     """In a process of its own."""
     os.environ["GOMP_SPINCOUNT"] = "5000"  # as engine_core.load has it
-    from engine_core.model_runner import load_runner
+    from engine_core.device import StepThreads, give_back_memory, keep_freed_memory, open_device
+    from engine_core.open_model import load_decoder, open_model
 
-    before, done = resident(), threading.Event()
-    peak, finished = before, 0.0
+    device = open_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.mem_get_info()
+    else:
+        StepThreads(config.threads)
+        keep_freed_memory()
+    before, done, peak = resident(), threading.Event(), 0
 
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.005):
             peak = max(peak, resident())
 
-    def progress(count: int, total: int) -> None:
-        nonlocal finished
-        if count == total:
-            finished = time.perf_counter()
-
     watcher = threading.Thread(target=watch)
     watcher.start()
     started, cpu = time.perf_counter(), time.process_time()
-    runner = load_runner(EngineConfig(model=folder, num_blocks=8, max_cache=128, **options), progress)
-    ready = time.perf_counter()
+    model = open_model(config, device)
+    decoder = load_decoder(model, config.model, lambda count, total: None)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    found: Figures = {"load": time.perf_counter() - started, "cpu": time.process_time() - cpu}
     done.set()
     watcher.join()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed on the way and kept by malloc is extra
-    after = resident()
-    planned = runner.memory["weights"]
-    results.put(
-        {
-            "weights_s": finished - started,
-            "ready_s": ready - started,
-            "cpu_s": time.process_time() - cpu,
-            "kept_bytes": after - before,
-            "planned_weights_bytes": planned,
-            "extra_bytes": peak - max(after, before),
-        }
-    )
+    give_back_memory()  # what was freed on the way and kept by malloc is extra
+    after = torch.cuda.memory_allocated() if device.type == "cuda" else resident() - before
+    base = before if device.type == "cuda" else max(before, resident())
+    del decoder
+    results.put(found | {"kept_mb": after / 1e6, "extra_mb": (peak - base) / 1e6})
 
 
-def measure(form: str, options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
-        shard = int(options.shard_megabytes * 1e6)
-        size = write(folder, options.gigabytes, form, shard)
+def in_process(config: EngineConfig) -> Figures:
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.SimpleQueue[Figures] = context.SimpleQueue()
+    process = context.Process(target=load, args=(config, results))
+    process.start()
+    while results.empty() and process.is_alive():
+        process.join(0.05)
+    if results.empty():
+        raise RuntimeError(f"the load ended with {process.exitcode}")
+    found = results.get()
+    process.join()
+    return found
+
+
+def serve(config: EngineConfig) -> Figures:
+    """Seconds from `pagetide serve` to its ready line and to the first token."""
+    started = time.perf_counter()
+    with server(config) as url:
+        ready = time.perf_counter() - started
+        body = {"prompt": PROMPT, "max_tokens": 16, "stream": True, "ignore_eos": True, "temperature": 0}
+        body["model"] = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
+            answer.raise_for_status()
+            lines = [(time.perf_counter(), line) for line in answer.iter_lines() if line.startswith("data: {")]
+    return {"ready": ready, "first": lines[0][0] - started, "events": len(lines)}
+
+
+def measure(folder: Path, model: Path, form: str, weights: str, options: argparse.Namespace) -> Figures:
+    config = EngineConfig(
+        model=str(model), device=options.device, dtype="bf16", weights=weights, threads=options.threads,
+        num_blocks=64, max_cache=512,
+    )  # fmt: skip
+    sizes = [file.stat().st_size for file in files(folder)]
+    row: Figures = {"format": form, "weights": weights, "gigabytes": sum(sizes) / 1e9, "shard_mb": max(sizes) / 1e6}
+    rounds: list[Figures] = []
+    for _ in range(options.iterations):
         drop_from_cache(folder)
-        read_s = read_all(folder)
+        share = cached_share(folder)
+        found: Figures = {"cached": share, "cold_read": read_all(folder), "warm_read": read_all(folder)}
+        warm = in_process(config)
         drop_from_cache(folder)
-        context = multiprocessing.get_context("spawn")
-        results: multiprocessing.SimpleQueue[dict[str, float]] = context.SimpleQueue()
-        settings = {"threads": options.threads, "dtype": "bf16", "weights": options.weights}
-        process = context.Process(target=load, args=(name, settings, results))
-        process.start()
-        found = results.get()
-        process.join()
-        largest = max(file.stat().st_size for file in folder.glob("*.safetensors"))
-        return {"format": form, "bytes": size, "largest_shard_bytes": largest, "read_s": read_s, **found}
+        cold = in_process(config)
+        rounds.append(found | warm | {"warm_load": warm["load"], "cold_load": cold["load"]})
+    row |= {key: min(one[key] for one in rounds) for key in rounds[0]}
+    row["extra_mb"] = max(one["extra_mb"] for one in rounds)
+    row |= {f"{kind}_ratio": row[f"{kind}_load"] / row[f"{kind}_read"] for kind in ("cold", "warm")}
+    if options.serve:
+        drop_from_cache(folder)
+        row |= serve(config)
+    return row | {"rounds": rounds}
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.5)
-    parser.add_argument("--format", type=lambda value: value.split(","), default=["bf16", "w4"])
-    parser.add_argument("--weights", default="auto", help="as for pagetide serve")
-    parser.add_argument("--shard-megabytes", type=float, default=500)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write; by default the temporary folder")
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--output", type=Path)
-    return parser.parse_args(arguments)
+def parser() -> argparse.ArgumentParser:
+    config = Path(__file__).parents[1] / "tests/data/configs/qwen2.5-3b/config.json"
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--config", type=Path, default=config, help="a config.json")
+    made.add_argument("--gigabytes", type=float, default=1.5)
+    made.add_argument("--format", type=lambda value: value.split(","), default=["bf16", "w4"])
+    made.add_argument("--weights", type=lambda value: value.split(","), default=["auto"], help="as for pagetide serve")
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--serve", action="store_true", help="also start pagetide serve")
+    made.add_argument("--iterations", type=int, default=3)
+    made.add_argument("--shard-megabytes", type=float, default=500)
+    made.add_argument("--folder", type=Path, default=None, help="where to write; by default the temporary folder")
+    made.add_argument("--threads", type=int, default=0)
+    made.add_argument("--output", type=Path)
+    return made
 
 
 def main() -> None:
-    options = parse()
-    rows = [measure(form, options) for form in options.format]
-    print(
-        f"{'format':<8}{'file':>9}{'read':>8}{'load':>8}{'ready':>8}{'CPU':>8}{'GB/s':>7}{'kept':>10}{'extra':>9}{'shard':>9}"
-    )
-    for row in rows:
-        print(
-            f"{row['format']:<8}{row['bytes'] / 1e6:>6.0f} MB{row['read_s']:>7.2f}s{row['weights_s']:>7.2f}s"
-            f"{row['ready_s']:>7.2f}s{row['cpu_s']:>7.2f}s{row['bytes'] / row['weights_s'] / 1e9:>7.2f}"
-            f"{row['kept_bytes'] / 1e6:>7.0f} MB{row['extra_bytes'] / 1e6:>6.0f} MB"
-            f"{row['largest_shard_bytes'] / 1e6:>6.0f} MB"
-        )
-    if options.output:
-        options.output.write_text(json.dumps(describe() | {"rows": rows}, indent=1) + "\n")
+    options = parser().parse_args()
+    rows = []
+    for form in options.format:
+        folder = Path(tempfile.mkdtemp(prefix="pt-load-", dir=options.folder))
+        try:
+            config = config_of(json.loads(options.config.read_text("utf-8")), options.gigabytes, form)
+            model = write(folder, config, form, int(options.shard_megabytes * 1e6))
+            rows += [measure(folder, model, form, weights, options) for weights in options.weights]
+        finally:
+            shutil.rmtree(folder)
+    print_table(rows, COLUMNS)
+    save(options, {"rows": rows})
 
 
 if __name__ == "__main__":

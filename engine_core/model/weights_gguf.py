@@ -16,7 +16,7 @@ from kernels.w4_format import W4Weight
 from protocol.errors import StartupError
 
 _GLOBAL = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "head"}
-_LAYER = {
+LAYER = {
     "attn_norm": "attn_norm",
     "attn_q": "q",
     "attn_k": "k",
@@ -141,6 +141,6 @@ def _our_name(name: str) -> str:
     if name in _GLOBAL:
         return _GLOBAL[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if not match or match[2] not in _LAYER:
+    if not match or match[2] not in LAYER:
         return name  # check_shapes names it
-    return f"layers.{match[1]}.{_LAYER[match[2]]}" + (".bias" if match[3] == "bias" else "")
+    return f"layers.{match[1]}.{LAYER[match[2]]}" + (".bias" if match[3] == "bias" else "")
