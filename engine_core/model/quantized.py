@@ -70,7 +70,7 @@ class LinearMaker:
         if self.mode == "dense" or self._is_cuda or not Int8DynamicLinear.is_available():
             return self._from_dense(weight, None, None)
         # FBGEMM packs such parts three times as fast as the whole of a large vocabulary, and they make a smaller peak
-        parts = [Int8DynamicLinear(part) for part in weight.split(_HEAD_PART)]
+        parts = [Int8DynamicLinear(part) for part in torch.split(weight, _HEAD_PART)]
         few = JoinedLinear(parts) if len(parts) > 1 else parts[0]
         return HybridLinear(few, self._dense(weight, None), _FEW_HEAD_ROWS) if self.keep_dense else few
 

@@ -27,18 +27,14 @@ def test_checkpoints_load(tmp_path: Path, form: str) -> None:
     model = open_model(EngineConfig(model=str(path), dtype="bf16"), CPU)
     progress: list[tuple[int, int]] = []
     load_decoder(model, str(path), lambda done, total: progress.append((done, total)))
-    assert (
-        progress[-1][0]
-        == progress[-1][1]
-        == sum(done for done, _ in progress[:1])
-        + sum(after - before for (before, _), (after, _) in zip(progress, progress[1:], strict=False))
-    )
+    assert progress == sorted(progress)
+    assert progress[-1][0] == progress[-1][1] > 0
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_as_many_layers_as_fill_the_size(form: str) -> None:
     layers = from_hf(config_of(CONFIG, 2.0, form)).num_layers
-    assert layers == {"bf16": 9, "w4": 34, "q8_0": 20, "q4_0": 42}[form]
+    assert layers == {"bf16": 9, "w4": 35, "q8_0": 20, "q4_0": 42}[form]
     assert from_hf(config_of(CONFIG, 0.0, form)).num_layers == 36
 
 
