@@ -1,36 +1,52 @@
 """Intake under a swap storm: the time from submit to the core's acknowledgement, calm and with a swap at every step.
 
-    python tools/bench_intake.py [--checkpoint MODEL] [--submits 200] [--rounds 3] [--streams 6]
-        [--threads N] [--output FILE.json]
+    python -m tools.bench_intake [--checkpoint MODEL] [--submits 200] [--iterations 3] [--streams 6] [--max-cache 512]
+        [--backend w4a16] [--kv-cache-dtype fp8] [--device cuda] [--output FILE.json]
 
-Two engines, alike but for `swap_every`, take turns: in each round either decodes `--streams` long streams while
+Two engines, alike but for `swap_every`, take turns: in each iteration either decodes `--streams` long streams while
 `--submits` short text requests come in at random moments. Timed is what a frontend sees: client -> tokenizer -> core's
 intake thread -> tokenizer -> client. Goal: a ratio of the p99s of at most 1.2, or both under 5 ms.
 """
 
 import argparse
 import asyncio
-import json
 import random
-import tempfile
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from frontend.engine_client import EngineClient
-from frontend.models import DEFAULT_MODEL, local_path
-from protocol.config import EngineConfig
 from protocol.messages import SamplingParams, TextParams, TextPrompt
-from tools.environment import describe
-from tools.local_engine import LocalEngine
+from tools.measurement import (
+    Column,
+    Figures,
+    checked,
+    config_of,
+    engine,
+    parser_of,
+    percentile,
+    print_table,
+    save,
+)
 from tools.streams import Stream, fresh_status, random_prompts, run_stream
 
 GOAL_RATIO, GOAL_MS = 1.2, 5.0
 PAUSE = 0.06  # seconds between submits at most; random, so that they meet steps at any point
 PROMPT_TOKENS, STREAM_TOKENS = 64, 128
 NAMES = {0: "quiet", 1: "swapping"}  # by swap_every
+COLUMNS: list[Column] = [
+    ("", "name", "s"),
+    ("p50 ms", "p50_ms", ".2f"),
+    ("p99 ms", "p99_ms", ".2f"),
+    ("max ms", "max_ms", ".2f"),
+    ("submits", "submits", "d"),
+    ("steps", "steps", "d"),
+    ("swaps", "requests_swapped", "d"),
+    ("p50 ms to core", "p50_ms_to_core", ".2f"),
+]
 
 
 async def keep_streaming(client: EngineClient, seed: int) -> None:
@@ -75,37 +91,11 @@ async def run_phase(client: EngineClient, options: argparse.Namespace, seed: int
     return {"times": [pair[0] for pair in pairs], "to_core": [pair[1] for pair in pairs]} | counts
 
 
-def percentile(times: Sequence[float], share: float) -> float:
-    """In milliseconds."""
-    return sorted(times)[min(len(times) - 1, int(len(times) * share))] * 1000
-
-
-@contextmanager
-def engines(options: argparse.Namespace) -> Iterator[dict[int, LocalEngine]]:
-    """One without and one with forced swaps."""
-    started: dict[int, LocalEngine] = {}
-    with tempfile.TemporaryDirectory(prefix="pt-") as directory:
-        try:
-            for swap_every in NAMES:
-                config = EngineConfig(
-                    model=str(options.checkpoint),
-                    device=options.device,
-                    threads=options.threads,
-                    max_cache=512,
-                    swap_every=swap_every,
-                )
-                started[swap_every] = LocalEngine(Path(directory) / str(swap_every), config)
-            yield started
-        finally:
-            for engine in started.values():
-                engine.stop()
-
-
 async def measure(paths: dict[int, Path], options: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
     clients = {swap_every: await EngineClient.connect(path, 60) for swap_every, path in paths.items()}
     phases: dict[int, list[dict[str, Any]]] = {swap_every: [] for swap_every in clients}
     try:
-        for number in range(-1, options.rounds):  # the first is a warm-up
+        for number in range(-1, options.iterations):  # the first is a warm-up
             for swap_every, client in clients.items():
                 phase = await run_phase(client, options, number + 1)
                 if number >= 0:
@@ -116,42 +106,53 @@ async def measure(paths: dict[int, Path], options: argparse.Namespace) -> dict[i
     return phases
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=local_path(DEFAULT_MODEL), help="GGUF file or folder")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="of the model; 0: by measurement")
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__, max_cache=512)
     parser.add_argument("--submits", type=int, default=200, help="in each phase")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=6, help="that decode meanwhile")
-    parser.add_argument("--output", type=Path, help="write the figures as JSON")
-    options = parser.parse_args()
-    with engines(options) as running:
-        phases = asyncio.run(measure({key: engine.path for key, engine in running.items()}, options))
-    figures: dict[str, Any] = {}
-    print(f"{'':10}{'p50':>10}{'p99':>10}{'max':>10}{'submits':>9}{'steps':>8}{'swaps':>8}")
+    options = checked(parser, arguments)
+    if options.max_cache < PROMPT_TOKENS + STREAM_TOKENS:
+        parser.error(f"--max-cache {options.max_cache} holds no stream of {PROMPT_TOKENS + STREAM_TOKENS} tokens")
+    if min(options.submits, options.streams) < 1:
+        parser.error("--submits or --streams is out of range: from 1")
+    return options
+
+
+def summarize(phases: dict[int, list[dict[str, Any]]]) -> Figures:
+    """Percentiles over all phases of each kind, and whether the goal is met."""
+    figures: Figures = {}
     for swap_every, name in NAMES.items():
-        times = [seconds for phase in phases[swap_every] for seconds in phase["times"]]
-        steps, swaps = (int(sum(one[key] for one in phases[swap_every])) for key in ("steps", "requests_swapped"))
-        values = [percentile(times, share) for share in (0.5, 0.99, 1.0)]
-        print(f"{name:10}" + "".join(f"{value:7.2f} ms" for value in values) + f"{len(times):9}{steps:8}{swaps:8}")
-        figures |= {
-            f"{what}_ms_{name}": round(value, 3) for what, value in zip(("p50", "p99", "max"), values, strict=True)
-        }
-        to_core = [seconds for phase in phases[swap_every] for seconds in phase["to_core"]]
-        figures |= {f"p{share}_ms_to_core_{name}": round(percentile(to_core, share / 100), 3) for share in (50, 99)}
-        figures |= {f"steps_{name}": steps, f"swaps_{name}": swaps}
-        figures[f"p99_ms_{name}_by_round"] = [round(percentile(one["times"], 0.99), 3) for one in phases[swap_every]]
-    figures["p99_ratio"] = round(figures["p99_ms_swapping"] / figures["p99_ms_quiet"], 3)
-    is_met = figures["p99_ratio"] <= GOAL_RATIO or max(figures["p99_ms_quiet"], figures["p99_ms_swapping"]) < GOAL_MS
-    goal = f"goal {GOAL_RATIO} or both under {GOAL_MS:g} ms: {'met' if is_met else 'MISSED'}"
+        some = phases[swap_every]
+        times = [1e3 * seconds for phase in some for seconds in phase["times"]]
+        to_core = [1e3 * seconds for phase in some for seconds in phase["to_core"]]
+        shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+        figures |= {f"{what}_ms_{name}": percentile(times, share) for what, share in shares.items()}
+        figures |= {f"p{share}_ms_to_core_{name}": percentile(to_core, share / 100) for share in (50, 99)}
+        figures |= {f"{key}_{name}": int(sum(one[key] for one in some)) for key in ("steps", "requests_swapped")}
+        figures[f"submits_{name}"] = len(times)
+        figures[f"p99_ms_{name}_by_round"] = [1e3 * percentile(one["times"], 0.99) for one in some]
+    figures["p99_ratio"] = figures["p99_ms_swapping"] / figures["p99_ms_quiet"]
+    is_short = max(figures["p99_ms_quiet"], figures["p99_ms_swapping"]) < GOAL_MS
+    return figures | {"goal_met": figures["p99_ratio"] <= GOAL_RATIO or is_short}
+
+
+def report(figures: Figures) -> None:
+    keys = ("p50_ms", "p99_ms", "max_ms", "submits", "steps", "requests_swapped", "p50_ms_to_core")
+    rows = [{"name": name} | {key: figures[f"{key}_{name}"] for key in keys} for name in NAMES.values()]
+    print_table(rows, COLUMNS)
+    goal = f"goal {GOAL_RATIO} or both under {GOAL_MS:g} ms: {'met' if figures['goal_met'] else 'MISSED'}"
     print(f"p99 ratio {figures['p99_ratio']:.2f}; {goal}")
-    if options.output:
-        settings = {name: getattr(options, name) for name in ("submits", "rounds", "streams", "threads")}
-        report = figures | {"goal_met": is_met} | settings | {"environment": describe()}
-        options.output.write_text(json.dumps(report, indent=1))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    with ExitStack() as stack:
+        paths = {n: stack.enter_context(engine(config_of(options, swap_every=n))).path for n in NAMES}
+        figures = summarize(asyncio.run(measure(paths, options)))
+    report(figures)
+    save(options, figures)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

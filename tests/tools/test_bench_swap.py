@@ -29,9 +29,16 @@ def test_the_experiment_fills_its_pool_exactly(
         assert named in capsys.readouterr().err
 
 
-def test_percentiles_are_in_milliseconds() -> None:
-    times = [number / 1000 for number in range(100)]
-    assert [bench_intake.percentile(times, share) for share in (0.5, 0.99, 1.0)] == [50, 99, 99]
+def test_intake_of_a_storm_is_held_against_that_of_a_calm() -> None:
+    def phase(slowest: float, swaps: float) -> dict[str, object]:
+        times = [number / 1000 for number in range(99)] + [slowest]
+        return {"times": times, "to_core": times, "steps": 5.0, "requests_swapped": swaps}
+
+    found = bench_intake.summarize({0: [phase(0.1, 0)] * 2, 1: [phase(0.15, 4)] * 2})
+    assert [found[f"{what}_ms_quiet"] for what in ("p50", "p99", "max")] == [50, 100, 100]
+    assert (found["p99_ratio"], found["goal_met"]) == (1.5, False)
+    assert (found["requests_swapped_quiet"], found["requests_swapped_swapping"], found["steps_quiet"]) == (0, 8, 10)
+    assert bench_intake.summarize({0: [phase(0.1, 0)], 1: [phase(0.119, 1)]})["goal_met"]
 
 
 def test_streams_tell_their_gaps() -> None:
