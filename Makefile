@@ -48,11 +48,11 @@ layers: $(STAMP) ## who may import whom
 
 check: lint type layers test ## everything: style, types, layers, tests
 
-bench: model ## the benchmarks that need no GPU, and a summary (a few minutes)
+bench: model ## a short form of all benchmarks on the CPU, and a summary (under ten minutes)
 	@$(BIN)/python -m tools.bench $(ARGS)
 
-bench-gpu: $(STAMP) ## the kernels on a GPU, as JSON and as a table
-	@$(BIN)/python -m tools.bench_kernels $(ARGS)
+bench-gpu: $(STAMP) ## all benchmarks on a GPU in full, and a summary
+	@$(BIN)/python -m tools.bench --gpu $(ARGS)
 
 clean: ## remove caches and build outputs; .venv and models stay
 	rm -rf build dist *.egg-info .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -67,8 +67,9 @@ def checked(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) ->
     options = parser.parse_args(arguments)
     if options.checkpoint is None:
         parser.error("needs --checkpoint, or the default model: run `pagetide pull`")
-    if options.iterations < 1:
-        parser.error(f"--iterations {options.iterations} is out of range: from 1")
+    for name in ("iterations", "block_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is out of range: from 1")
     if not 1 <= options.max_new_tokens < options.max_cache:
         parser.error(f"--max-new-tokens {options.max_new_tokens} leaves no prompt in --max-cache {options.max_cache}")
     return options

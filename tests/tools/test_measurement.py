@@ -37,7 +37,9 @@ def test_the_flags_of_the_article() -> None:
     assert (options.iterations, options.output) == (5, Path("x.json"))
 
 
-@pytest.mark.parametrize("wrong", [["--iterations", "0"], ["--max-new-tokens", "256"], ["--backend", "w3"]])
+@pytest.mark.parametrize(
+    "wrong", [["--iterations", "0"], ["--block-size", "0"], ["--max-new-tokens", "256"], ["--backend", "w3"]]
+)
 def test_what_can_not_be(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         checked(parser_of(""), ["--checkpoint", "m", *wrong])
