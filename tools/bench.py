@@ -167,23 +167,34 @@ def profile(found: Figures) -> Rows:
 
 # -- what is run -----------------------------------------------------------------------------------------------------
 
+_SWEEP = "--max-cache 256 --max-new-tokens 16 --prefill-chunk-tokens 32 --no-prefix-cache --kv-cache-dtype"
+_FORCED = "--max-cache 128 --max-new-tokens 8 --block-size 16 --max-cpu-offload-mb 256 --kv-cache-dtype"
+_W4 = f"--checkpoint {W4} --load-format dummy --backend w4a16 --device cuda"
+
+
+def article(engine: str = "") -> dict[str, Run]:
+    """The article's experiments with its flags."""
+    return {
+        "concurrency-fp16": Run("bench_paged_scheduler", f"{engine} {_SWEEP} fp16", concurrency, True),
+        "concurrency-fp8": Run("bench_paged_scheduler", f"{engine} {_SWEEP} fp8", concurrency, True),
+        "swap-fp16": Run("bench_cpu_offload", f"{engine} {_FORCED} fp16", swap, True),
+        "swap-fp8": Run("bench_cpu_offload", f"{engine} {_FORCED} fp8", swap, True),
+        "jitter": Run("bench_tpot_jitter", engine, jitter, True),
+    }
+
+
 CPU = {
     "step": Run("bench_step", "", step),
     "start": Run("bench_start", "--rounds 2", start),
     "api": Run("bench_api", "--seconds 2", api),
     "peers": Run("bench_cpu_peers", "--iterations 1 --streams 1,8", peers, True),
-    "concurrency": Run("bench_paged_scheduler", "--kv-cache-dtype fp8 --no-prefix-cache", concurrency, True),
-    "swap": Run("bench_cpu_offload", "--iterations 2", swap, True),
-    "jitter": Run("bench_tpot_jitter", "--iterations 1", jitter, True),
+    **article(),
     "intake": Run("bench_intake", "--submits 60 --iterations 1", intake, True),
     "oversubscription": Run("bench_oversubscription", "--factors 2 --rounds 1", oversubscription),
     "serve": Run("bench_serve", "--requests 24 --shrink 8 --max-new-tokens 64", serve, True),
     "overload": Run("overload_study", "--iterations 1 --requests 40 --pressures 2 --threads 1", overload, True),
     "simulation": Run("simulate", "--trace synthetic --requests 200 --pressure 2", simulation),
 }
-_ARTICLE = f"--checkpoint {W4} --load-format dummy --backend w4a16 --device cuda"
-_SWEEP = f"{_ARTICLE} --max-cache 256 --max-new-tokens 16 --prefill-chunk-tokens 32 --no-prefix-cache"
-_FORCED = f"{_ARTICLE} --max-cache 128 --max-new-tokens 8 --block-size 16 --max-cpu-offload-mb 256 --iterations 5"
 GPU = {
     "validation": Run("validate_kernels", "", validation),
     "kernels": Run("bench_kernels", "", copy_bandwidth),
@@ -194,14 +205,10 @@ GPU = {
     "load": Run("bench_load", "--device cuda", loading),
     "engine": Run("bench_gpu_engine", "", engine_cases),
     "engine-w4": Run("bench_gpu_engine", f"--four-bit {GROUP} --cases one,2,4,32,128,pressure", engine_cases),
-    "concurrency-fp16": Run("bench_paged_scheduler", f"{_SWEEP} --kv-cache-dtype fp16", concurrency, True),
-    "concurrency-fp8": Run("bench_paged_scheduler", f"{_SWEEP} --kv-cache-dtype fp8", concurrency, True),
-    "swap-fp16": Run("bench_cpu_offload", f"{_FORCED} --kv-cache-dtype fp16", swap, True),
-    "swap-fp8": Run("bench_cpu_offload", f"{_FORCED} --kv-cache-dtype fp8", swap, True),
-    "jitter": Run("bench_tpot_jitter", f"{_ARTICLE} --concurrency 16", jitter, True),
-    "intake": Run("bench_intake", _ARTICLE, intake, True),
-    "serve": Run("bench_serve", f"{_ARTICLE} --max-cache 2048 --concurrency 32 --requests 256", serve, True),
-    "overload": Run("overload_study", f"{_ARTICLE} --requests 400 --prompts 128,1024 --answers 64,256", overload, True),
+    **article(_W4),
+    "intake": Run("bench_intake", _W4, intake, True),
+    "serve": Run("bench_serve", f"{_W4} --max-cache 2048 --concurrency 32 --requests 256", serve, True),
+    "overload": Run("overload_study", f"{_W4} --requests 400 --prompts 128,1024 --answers 64,256", overload, True),
 }
 
 

@@ -82,12 +82,13 @@ def summarize(concurrency: int, rounds: Sequence[Sequence[Stream]], floor: Floor
     } | ({"share_of_floor": floor / tpot} if floor else {})
 
 
-async def sweep(client: EngineClient, options: argparse.Namespace) -> list[Figures]:
-    """All levels, after a request that isn't counted."""
+async def sweep(client: EngineClient, options: argparse.Namespace) -> Figures:
+    """All levels, after a request that isn't counted, and the bytes of the weights."""
     await run_all(client, make_streams(client, 1, (options.prompt_tokens, 2), seed=99))
     weights = (await fresh_status(client)).memory.get("weights", 0)
     floor = weights / (options.bandwidth * 1e9) if options.bandwidth else 0.0
-    return [await run_level(client, concurrency, options, floor) for concurrency in options.concurrency]
+    levels = [await run_level(client, concurrency, options, floor) for concurrency in options.concurrency]
+    return {"weights_bytes": weights, "levels": levels}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -107,10 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = config_of(options, max_running=max(options.concurrency))
     with engine(config) as running:
-        levels = running.run(lambda client: sweep(client, options), 3600)
-    print_table(levels, COLUMNS)
-    save(options, {"levels": levels})
-    return int(any(level["completed"] != level["requests"] for level in levels))
+        figures = running.run(lambda client: sweep(client, options), 3600)
+    print_table(figures["levels"], COLUMNS)
+    save(options, figures)
+    return int(any(level["completed"] != level["requests"] for level in figures["levels"]))
 
 
 if __name__ == "__main__":

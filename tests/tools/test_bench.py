@@ -42,16 +42,18 @@ def test_the_smallest_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     output, folder = tmp_path / "x.json", tmp_path / "each"
     engine = f"--checkpoint {tmp_path} --device null --load-format dummy --iterations 1"
-    flags = ["--only", "step,concurrency,overload", "--engine", f"{engine} --block-size 0"]
+    flags = ["--only", "step,concurrency-fp8,overload", "--engine", f"{engine} --block-size 0"]
     assert main([*flags, "--output", str(output), "--folder", str(folder)]) == 1
     found = json.loads(output.read_text())
     assert found["summary"][0]["figure"].endswith(" us")
     assert [line["figure"] for line in found["summary"][1:]] == ["FAILED", "FAILED"]
-    assert main(["--only", "concurrency", "--engine", engine, "--output", str(output), "--folder", str(folder)]) == 0
+    assert (
+        main(["--only", "concurrency-fp8", "--engine", engine, "--output", str(output), "--folder", str(folder)]) == 0
+    )
     found = json.loads(output.read_text())
     assert [line["what"] for line in found["summary"]] == ["c1", "c2", "c4"]
-    assert found["figures"]["concurrency"]["seconds of the benchmark"] > 0
-    assert json.loads((folder / "concurrency.json").read_text())["levels"]
+    assert found["figures"]["concurrency-fp8"]["seconds of the benchmark"] > 0
+    assert json.loads((folder / "concurrency-fp8.json").read_text())["levels"]
     assert "== summary, commit " in capsys.readouterr().out
 
 
