@@ -1,6 +1,10 @@
-"""An engine's processes, as `pagetide serve` starts them but without supervisor and HTTP: for benchmarks and tests."""
+"""An engine's processes, as `pagetide serve` starts them but without supervisor and HTTP: for benchmarks and tests.
+
+They end with the process that started them, even if that is killed.
+"""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +14,7 @@ from typing import Any
 
 from frontend.engine_client import EngineClient
 from protocol.config import EngineConfig, dump_config
+from protocol.lifeline import Lifeline
 from protocol.runtime_dir import RuntimeDir
 
 ROOT = Path(__file__).parents[1]
@@ -20,18 +25,23 @@ class LocalEngine:
 
     def __init__(self, directory: Path, config: EngineConfig) -> None:
         self.runtime = RuntimeDir(directory)
+        self._lifeline = Lifeline()
         self.path = self.runtime.path
         self.core = self._start("engine_core", "serve", "--directory", str(self.path), "--config", dump_config(config))
         self.tokenizers = [self._service("tokenizer")]
         self.detokenizers = [self._service("detokenizer")]
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", *arguments]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=None)
+        return self._popen(["-m", *arguments], stdout=subprocess.DEVNULL)
 
     def _service(self, role: str) -> "subprocess.Popen[bytes]":
         code = f"import sys, pathlib, frontend.services as s; sys.exit(s.run_{role}(pathlib.Path(sys.argv[1])))"
-        return subprocess.Popen([sys.executable, "-c", code, str(self.path)], cwd=ROOT)
+        return self._popen(["-c", code, str(self.path)])
+
+    def _popen(self, arguments: list[str], stdout: int | None = None) -> "subprocess.Popen[bytes]":
+        environment, descriptors = {**os.environ, **self._lifeline.environment}, [self._lifeline.read_end]
+        command = [sys.executable, *arguments]
+        return subprocess.Popen(command, cwd=ROOT, stdout=stdout, env=environment, pass_fds=descriptors)
 
     def add(self, role: str) -> None:
         """One more tokenizer or detokenizer."""
@@ -65,4 +75,6 @@ class LocalEngine:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._lifeline.cut()
+        os.close(self._lifeline.read_end)
         self.runtime.remove()
