@@ -14,25 +14,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 RUN = "tests/engine_core/test_cuda_runner.py::test_a_crowd_gets_the_likeliest_tokens"
-
-
 FOUND = shutil.which("compute-sanitizer") or max(glob.glob("/usr/local/cuda*/bin/compute-sanitizer"), default="")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not FOUND, reason="no compute-sanitizer: it comes with the CUDA toolkit")
 def test_prefills_decodes_and_swaps_touch_only_their_own_memory() -> None:
-    command = [
-        find_sanitizer(),
-        "--tool",
-        "memcheck",
-        "--error-exitcode",
-        "9",
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        RUN,
-    ]
+    options = ["--tool", "memcheck", "--error-exitcode", "9"]
+    command = [FOUND, *options, sys.executable, "-m", "pytest", "-q", RUN]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-4000:]
