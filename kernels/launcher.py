@@ -105,11 +105,23 @@ class Kernel:
         )
         return blocks.value
 
-    def __call__(self, grid: tuple[int, int, int], *arguments: int | float | bytes) -> None:
-        """Launch on the current stream of torch; safe in a graph capture."""
+    def resident_clusters(self, blocks: int, shared_bytes: int) -> int:
+        """How many clusters of so many blocks, with so much shared memory each, fit on the device at once."""
+        found = ctypes.c_int()
+        grid = blocks * 1024, 1, 1
+        _LAUNCH_CONFIG.pack_into(self._config, 0, *grid, self._threads, 1, 1, shared_bytes, 0, self._rest[0], 0)
+        result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), self._function, self._config)
+        check(result, f"clusters of {self._entry}")
+        return found.value
+
+    def __call__(
+        self, grid: tuple[int, int, int], *arguments: int | float | bytes, shared_bytes: int | None = None
+    ) -> None:
+        """Launch on the current stream of torch; safe in a graph capture. `shared_bytes`: less than the kernel's."""
         self._pack(self._arguments, 0, *arguments)
         stream = self._stream(self._device)
-        _LAUNCH_CONFIG.pack_into(self._config, 0, *grid, self._threads, 1, 1, self._shared, stream, *self._rest)
+        shared = self._shared if shared_bytes is None else shared_bytes
+        _LAUNCH_CONFIG.pack_into(self._config, 0, *grid, self._threads, 1, 1, shared, stream, *self._rest)
         result = self._launch(self._config, self._function, self._parameters, None)
         if result:
             check(result, f"launch {self._entry} on a grid of {grid}")
