@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,8 +50,6 @@ def open_model(config: EngineConfig, device: torch.device, memory: tuple[int, in
 
     `memory` is free and total bytes of a device to plan for; by default, those of `device`.
     """
-    # Huge pages for large tensors, if none was made yet: a first touch of 4 KiB pages costs 0.3 s/GB, of these 0.05.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     path = Path(config.model)
     if not path.exists():
         raise StartupError(f"no such model: {path}")

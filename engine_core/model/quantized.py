@@ -22,7 +22,8 @@ from kernels.linear import (
 from kernels.w4_format import W4Weight
 from protocol.errors import StartupError
 
-_FEW_ROWS = 2  # up to here the quantised forms beat dense bfloat16 (measured on Zen 5; AMX moves it to 1)
+# Rows up to which a form beats dense bfloat16 (tools/bench_linear.py on Zen 5; AMX moves int8's to 1)
+_FEW_ROWS = {"int8": 2, "int4": 4}
 _FEW_HEAD_ROWS = 8  # the same for the head in int8
 _HEAD_PART = 24 << 10  # rows
 
@@ -109,8 +110,9 @@ class LinearMaker:
     def _from_dense(self, dense: Tensor, bias: Tensor | None, few: Linear | None) -> Linear:
         if self.mode == "dense" or self._is_cuda:
             return self._dense(dense, bias)
+        rows = _FEW_ROWS["int4" if few else "int8"]
         few = few or Int8Linear(dense, bias)
-        return HybridLinear(few, self._dense(dense, bias), _FEW_ROWS) if self.keep_dense else few
+        return HybridLinear(few, self._dense(dense, bias), rows) if self.keep_dense else few
 
     def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if self._is_cuda and weight.shape[1] % 8 == 0 and self.dtype.itemsize == 2:

@@ -16,7 +16,7 @@ from engine_core.model.config import ModelConfig
 from kernels.w4_format import W4Weight
 from protocol.errors import StartupError
 
-_CHUNK = 1 << 18  # elements
+_CHUNK, _LARGE_CHUNK = 1 << 18, 1 << 24  # elements; for a GPU
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Weight4:
     minima: Tensor | None = None  # float32 [out, groups]; of Q4_1, where all zeros are 0
 
     def dequantize(self, out: Tensor) -> None:
-        """Write the weight, computed in float32, to `out` `[out, in]`; on the CPU in parts that its cache holds."""
+        """Write the weight, computed in float32, to `out` `[out, in]`; in parts: on the CPU what its cache holds."""
         packed = self.packed
-        step = max(1, _CHUNK // packed.shape[1]) if out.device.type == "cpu" else packed.shape[0]
+        step = max(1, (_CHUNK if out.device.type == "cpu" else _LARGE_CHUNK) // packed.shape[1])
         for start in range(0, packed.shape[0], step):
             rows = slice(start, start + step)
             zeros = None if packed.zeros is None else packed.zeros[rows]

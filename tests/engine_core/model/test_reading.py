@@ -12,9 +12,26 @@ from safetensors.torch import save_file
 from engine_core.model import reading
 from engine_core.model.reading import ModelFile, ReadAhead, Staging, Stored
 from engine_core.model.safetensors_file import Unknown, read_safetensors
+from engine_core.open_model import open_model
+from protocol.config import EngineConfig
 from protocol.errors import StartupError
+from tools.bench_load import config_of, write
 
 CPU = torch.device("cpu")
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
 
 
 def test_tensors_are_as_the_library_wrote_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +109,23 @@ def test_reading_ahead_stays_a_bit_ahead(monkeypatch: pytest.MonkeyPatch) -> Non
         assert asked[2].wait(5)
         assert not asked[3].is_set()
     assert not asked[3].is_set()
+
+
+@pytest.mark.parametrize("form", ["bf16", "w4", "q8_0", "q4_0"])
+def test_weights_that_go_through_staging_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """The way that a GPU's weights take, with buffers that are smaller than most tensors."""
+    path = write(tmp_path, config_of(TINY, 0.0, form), form, 200_000)
+    config = EngineConfig(model=str(path), dtype="bf16", weights="dense")
+
+    def load() -> list[torch.Tensor]:
+        weights = open_model(config, CPU).weights
+        assert weights is not None
+        return [weights.dense(name) for name in weights.shapes]
+
+    direct = load()
+    monkeypatch.setattr(reading, "_CHUNK", 1000)
+    staging = Staging(pinned=False)
+    monkeypatch.setattr(ModelFile, "read", lambda file, at, out: staging.copy(file, at, out.view(-1).view(torch.uint8)))
+    assert all(map(torch.equal, direct, load()))
