@@ -63,19 +63,24 @@ class WriteKV:
         check_vector("positions", positions, tokens, torch.int64)
         if cos_sin.dtype != torch.float32 or cos_sin.shape[1:] != (width,) or not cos_sin.is_contiguous():
             raise KernelError(f"cos_sin: {cos_sin.dtype} {tuple(cos_sin.shape)}; wanted float32 [positions, {width}]")
-        if len(query_out) < tokens or not cos_sin.is_cuda:
-            raise KernelError(f"query_out for {len(query_out)} of {tokens} tokens, cos_sin on {cos_sin.device}")
+        if len(query_out) < tokens or not cos_sin.is_cuda or cos_sin.data_ptr() % 16:
+            raise KernelError(
+                f"query_out for {len(query_out)} of {tokens} tokens, cos_sin on {cos_sin.device}, 16-byte aligned?"
+            )
         extras = (("bias", bias, qkv.shape[1] * width), ("q_norm", q_norm, width), ("k_norm", k_norm, width))
         for name, x, size in extras:
             if x is not None:
                 check_vector(name, x, size, self._dtype)
+                if x.data_ptr() % 16:
+                    raise KernelError(f"{name} must be 16-byte aligned")
         if tokens == 0:
             return
-        all_heads = qkv.shape[1]
-        # Few tokens: spread the heads over warps. Many: a warp keeps its cosines for several heads.
-        per_warp = 1 if tokens * all_heads <= 8192 else 4
+        # Few tokens: spread groups of heads over warps. Many: a warp keeps its cosines for several groups.
+        lanes = 4 if width <= 64 else 8 if width <= 128 else 16
+        groups = -(-qkv.shape[1] * lanes // 32)
+        per_warp = 1 if tokens * groups <= 4096 else -(-groups // -(-groups // 5))
         self._kernel(
-            (-(-tokens // 4), -(-all_heads // per_warp), 1),
+            (-(-tokens // 4), -(-groups // per_warp), 1),
             qkv.data_ptr(),
             query_out.data_ptr(),
             pool.data_ptr(),
@@ -127,11 +132,11 @@ class DecodeAttention:
         self.max_requests, self.max_queries = max_requests, max_queries
         index = _index(device)
         unit = variant("decode_attention.cu", k_format, v_format, head_dim, dtype, row_tiles)
-        self._kernel = kernel(unit, "8P7q6i2f", 128, index)
-        self._planner = kernel(Variant("decode_plan.cu"), "3P4i", 1024, index)
+        self._kernel = kernel(unit, "8P7q6i2f", 128 if head_dim * row_tiles > 128 else 256, index)
+        self._planner = kernel(Variant("decode_plan.cu"), "4P6i", 1024, index)
         self._grid = _resident_blocks(self._kernel, index)
         words = 2 * self._grid * row_tiles * head_dim * 16  # 2 KiB a row tile and 16 elements
-        self._plan = torch.zeros(4 + 8 * self._grid + max_requests + 1, dtype=torch.int32, device=device)
+        self._plan = torch.zeros(4 + 16 * self._grid + max_requests + 1, dtype=torch.int32, device=device)
         self._parts = torch.full((words,), -1, dtype=torch.int32, device=device)  # each launch leaves it so
         self._scratch = self._plan.data_ptr(), self._parts.data_ptr()
 
@@ -151,10 +156,13 @@ class DecodeAttention:
             (1, 1, 1),
             *self._pointers[1:],
             self._plan.data_ptr(),
+            tables.data_ptr(),
             batch,
             self._kv_heads * self._row_blocks,
             self._grid,
             self._window,
+            tables.stride(0),
+            tables.shape[1],
         )
 
     def __call__(self, layout: KVLayout, pool: Tensor, query: Tensor, out: Tensor) -> None:

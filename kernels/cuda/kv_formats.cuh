@@ -49,16 +49,8 @@ template <int FORMAT> DEVICE void decode4(u32 word, u32& low, u32& high) {
     }
 }
 
-// Float to e4m3 or e5m2, to nearest even, saturating; NaN stays NaN.
+// Floats to e4m3 or e5m2, to nearest even, saturating; NaN stays NaN.
 template <bool E5M2> DEVICE u32 encode_fp8(float x) {
-#if HARDWARE_FP8
-    u16 pair;
-    if constexpr (E5M2)
-        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
-    else
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
-    return pair & 0xff;
-#else
     constexpr int MANTISSA = E5M2 ? 2 : 3, BIAS = E5M2 ? 15 : 7;
     constexpr u32 SMALLEST_NORMAL = (u32)(127 + 1 - BIAS) << 23;
     constexpr u32 DENORMAL = (u32)(127 - BIAS + (23 - MANTISSA) + 1) << 23;
@@ -70,5 +62,15 @@ template <bool E5M2> DEVICE u32 encode_fp8(float x) {
         return sign | (__float_as_uint(as_float(u) + as_float(DENORMAL)) - DENORMAL);
     u32 odd = u >> (23 - MANTISSA) & 1;
     return sign | ((u - ((u32)(127 - BIAS) << 23) + ((1u << (22 - MANTISSA)) - 1) + odd) >> (23 - MANTISSA));
+}
+
+template <bool E5M2> DEVICE u32 encode_fp8_pair(float low, float high) {
+#if HARDWARE_FP8
+    u16 pair;
+    if constexpr (E5M2) asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    else asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return encode_fp8<E5M2>(low) | encode_fp8<E5M2>(high) << 8;
 #endif
 }

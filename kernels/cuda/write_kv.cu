@@ -1,16 +1,17 @@
 // Bias, q and k norm, RoPE, quantisation and the write into block images, in one launch.
 //
-// One warp takes one token and up to HEADS_PER_WARP of its heads (q heads, then k heads, then v heads). Lane i holds
-// elements PAIR * i .. and the same ones of the other half, so a rotation stays inside a lane. Arithmetic is float32;
-// what RoPE gives is rounded to the compute dtype before it is quantised, as in the reference.
+// One warp takes one token, and of its heads (q heads, then k heads, then v heads) HEADS at once. A lane holds 16 bytes of
+// each half of a head, so a rotation stays inside a lane. Arithmetic is float32; what RoPE gives is rounded to the
+// compute dtype before it is quantised, as in the reference.
 //
 // Macros: HEAD_DIM; K_FORMAT, V_FORMAT; QUERY_BF16.
 #include "kv_formats.cuh"
 
 constexpr int WARPS = 4;
 constexpr int HALF = HEAD_DIM / 2;
-constexpr int PAIR = HEAD_DIM > 128 ? 4 : 2;  // elements of each half in one lane
-constexpr int LANES = HALF / PAIR;
+constexpr int LANES = HEAD_DIM <= 64 ? 4 : HEAD_DIM <= 128 ? 8 : 16;  // of a head; of 96, only six of them
+constexpr int HEADS = 32 / LANES;
+constexpr int EACH = 8;  // elements of each half in one lane
 
 struct Params {
     const u16* qkv;              // [tokens, q_heads + 2 kv_heads, HEAD_DIM]
@@ -24,42 +25,52 @@ struct Params {
     const u16* k_norm;           // [HEAD_DIM], or null
     i64 qkv_stride, query_stride;  // elements per token
     i64 block_stride, k_offset, v_offset, k_scale_offset, v_scale_offset;  // bytes
-    int tokens, q_heads, kv_heads, block_size_log2, heads_per_warp;
+    int tokens, q_heads, kv_heads, block_size_log2, groups_per_warp;  // of HEADS heads
     float norm_eps;
 };
 
-DEVICE float sum_of_warp(float x) {
+DEVICE float sum_of_head(float x) {
 #pragma unroll
-    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(FULL_WARP, x, step);
+    for (int step = LANES / 2; step; step /= 2) x += __shfl_xor_sync(FULL_WARP, x, step);
     return x;
 }
 
-DEVICE float max_of_warp(float x) {
+DEVICE float max_nan(float a, float b) {  // a NaN must win: it becomes the scale, so that it is seen
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    return a;
+}
+
+DEVICE float max_of_head(float x) {
 #pragma unroll
-    for (int step = 16; step; step /= 2) {  // a NaN must win: it becomes the scale, so that it is seen
-        float other = __shfl_xor_sync(FULL_WARP, x, step);
-        asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(other));
+    for (int step = LANES / 2; step; step /= 2) x = max_nan(x, __shfl_xor_sync(FULL_WARP, x, step));
+    return x;
+}
+
+// What a lane holds of a row of 16-bit elements.
+struct Raw { Words4 half[2]; };
+
+DEVICE Raw load(const u16* row, int at) { return {*(const Words4*)(row + at), *(const Words4*)(row + HALF + at)}; }
+
+DEVICE void unpack(float (&x)[2][EACH], const Raw& raw) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const u32 words[4] = {raw.half[h].x, raw.half[h].y, raw.half[h].z, raw.half[h].w};
+#pragma unroll
+        for (int i = 0; i < EACH; i++) x[h][i] = widen<QUERY_BF16>((u16)(words[i / 2] >> i % 2 * 16));
     }
-    return x;
 }
 
-DEVICE void load(float (&x)[2][PAIR], const u16* row, int lane) {
+DEVICE Raw round_to_16bit(const float (&x)[2][EACH]) {
+    u32 words[2][EACH / 2];
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int i = 0; i < PAIR; i += 2) {
-            u32 w = *(const u32*)(row + h * HALF + lane * PAIR + i);
-            x[h][i] = widen<QUERY_BF16>((u16)w);
-            x[h][i + 1] = widen<QUERY_BF16>((u16)(w >> 16));
-        }
+    for (int i = 0; i < EACH; i++) words[i / 4][i % 4] = pack<QUERY_BF16>(x[i / 4][i % 4 * 2], x[i / 4][i % 4 * 2 + 1]);
+    return {{{words[0][0], words[0][1], words[0][2], words[0][3]}, {words[1][0], words[1][1], words[1][2], words[1][3]}}};
 }
 
-DEVICE void store_16bit(u16* row, const float (&x)[2][PAIR], int lane) {
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int i = 0; i < PAIR; i += 2)
-            *(u32*)(row + h * HALF + lane * PAIR + i) = pack<QUERY_BF16>(x[h][i], x[h][i + 1]);
+DEVICE void store_16bit(u16* row, const float (&x)[2][EACH], int at) {
+    const Raw raw = round_to_16bit(x);
+    *(Words4*)(row + at) = raw.half[0];
+    *(Words4*)(row + HALF + at) = raw.half[1];
 }
 
 // x / scale, correctly rounded from the correctly rounded inverse: one Newton step (no over- or underflow can occur).
@@ -68,111 +79,128 @@ DEVICE float divide(float x, float scale, float inverse) {
     return fmaf(fmaf(-quotient, scale, x), inverse, quotient);
 }
 
-template <int FORMAT> DEVICE u32 encode(float x, float scale, float inverse) {
-    if constexpr (Format<FORMAT>::HAS_SCALE) x = divide(x, scale, inverse);
-    if constexpr (FORMAT == FORMAT_INT8) return (u32)max(-127, min(127, __float2int_rn(x))) & 0xff;
-    else return encode_fp8<FORMAT == FORMAT_E5M2>(x);
+// Two bytes.
+template <int FORMAT> DEVICE u32 encode_pair(float low, float high) {
+    if constexpr (FORMAT == FORMAT_INT8) {  // the last byte of the sum is the code
+        low = fmaxf(fminf(low, 127.0f), -127.0f) + 12582912.0f;
+        high = fmaxf(fminf(high, 127.0f), -127.0f) + 12582912.0f;
+        return permute(__float_as_uint(low), __float_as_uint(high), 0x3340) & 0xffff;
+    } else {
+        return encode_fp8_pair<FORMAT == FORMAT_E5M2>(low, high);
+    }
 }
 
 template <int FORMAT>
-DEVICE void store(u8* row, u16* scale_at, const float (&x)[2][PAIR], int lane, bool active) {
+DEVICE void store(u8* row, u16* scale_at, const float (&x)[2][EACH], int at, bool active) {
     if constexpr (Format<FORMAT>::IS_16BIT) {
-        if (active) store_16bit((u16*)row, x, lane);
+        if (active) store_16bit((u16*)row, x, at);
     } else {
         float scale = 1;
         if constexpr (Format<FORMAT>::HAS_SCALE) {
             float top = 0;
-            if (active)
 #pragma unroll
-                for (int h = 0; h < 2; h++)
-#pragma unroll
-                    for (int i = 0; i < PAIR; i++) {
-                        float magnitude = fabsf(x[h][i]);
-                        asm("max.NaN.f32 %0, %0, %1;" : "+f"(top) : "f"(magnitude));
-                    }
-            top = max_of_warp(top) / (FORMAT == FORMAT_INT8 ? 127.0f : 448.0f);
+            for (int i = 0; i < 2 * EACH; i++) top = max_nan(top, fabsf(x[i / EACH][i % EACH]));
+            top = max_of_head(top) / (FORMAT == FORMAT_INT8 ? 127.0f : 448.0f);
             u16 code = float_to_f16(top > 65504.0f ? 65504.0f : top);
-            if (lane == 0) *scale_at = code;
+            if (active && at == 0) *scale_at = code;
             scale = f16_to_float(code);
         }
-        bool zero = Format<FORMAT>::HAS_SCALE && scale == 0;
-        float inverse = 1 / scale;
-        if (active)
+        const float inverse = 1 / scale;
+        if (!active) return;
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                u32 word = 0;
+        for (int h = 0; h < 2; h++) {
+            u32 words[2] = {};
 #pragma unroll
-                for (int i = 0; i < PAIR; i++) word |= (zero ? 0 : encode<FORMAT>(x[h][i], scale, inverse)) << (8 * i);
-                if constexpr (PAIR == 4) *(u32*)(row + h * HALF + lane * 4) = word;
-                else *(u16*)(row + h * HALF + lane * 2) = (u16)word;
+            for (int i = 0; i < EACH; i += 2) {
+                float a = x[h][i], b = x[h][i + 1];
+                if constexpr (Format<FORMAT>::HAS_SCALE) a = divide(a, scale, inverse), b = divide(b, scale, inverse);
+                words[i / 4] |= encode_pair<FORMAT>(a, b) << i % 4 * 8;
             }
+            if (scale == 0) words[0] = words[1] = 0;
+            *(Words2*)(row + h * HALF + at) = {words[0], words[1]};
+        }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) write_kv(const __grid_constant__ Params p) {
-    let_next_start();
-    wait_for_previous();
-    int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) write_kv(const __grid_constant__ Params p) {
+    const int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (token >= p.tokens) return;
-    bool active = lane < LANES;
-    int first = blockIdx.y * p.heads_per_warp;
-    int last = min(first + p.heads_per_warp, p.q_heads + 2 * p.kv_heads);
-    float cosine[PAIR], sine[PAIR];
-    if (active && first < p.q_heads + p.kv_heads) {
-        const float* at = p.cos_sin + p.positions[token] * HEAD_DIM + lane * PAIR;
+    const int at = lane % LANES * EACH, all_heads = p.q_heads + 2 * p.kv_heads;
+    const int first = blockIdx.y * p.groups_per_warp * HEADS, last = min(first + p.groups_per_warp * HEADS, all_heads);
+    const u16* const heads = p.qkv + token * p.qkv_stride;
+    int head = first + lane / LANES;
+    bool active = at < HALF && head < last;
+    Raw next = {};
+    if (active) next = load(heads + head * HEAD_DIM, at);
+    const i64 slot = p.slots[token];
+    float cosine[EACH] = {}, sine[EACH] = {};  // idle lanes must not bring in a NaN
+    if (at < HALF && first < p.q_heads + p.kv_heads) {
+        const Float4* from = (const Float4*)(p.cos_sin + p.positions[token] * HEAD_DIM + at);
+        const Float4 four[4] = {from[0], from[1], from[HALF / 4], from[HALF / 4 + 1]};
 #pragma unroll
-        for (int i = 0; i < PAIR; i++) cosine[i] = at[i], sine[i] = at[HALF + i];
-    }
-    i64 slot = p.slots[token];
-    u8* block = p.pool + (slot >> p.block_size_log2) * p.block_stride;
-    int in_block = (int)(slot & ((1 << p.block_size_log2) - 1));
-    for (int head = first; head < last; head++) {
-        bool is_v = head >= p.q_heads + p.kv_heads, is_q = head < p.q_heads;
-        float x[2][PAIR] = {};
-        if (active) {
-            load(x, p.qkv + token * p.qkv_stride + head * HEAD_DIM, lane);
-            if (p.bias) {
-                float bias[2][PAIR];
-                load(bias, p.bias + head * HEAD_DIM, lane);
-#pragma unroll
-                for (int i = 0; i < PAIR; i++)
-                    x[0][i] = widen<QUERY_BF16>(narrow<QUERY_BF16>(x[0][i] + bias[0][i])),
-                    x[1][i] = widen<QUERY_BF16>(narrow<QUERY_BF16>(x[1][i] + bias[1][i]));
-            }
+        for (int i = 0; i < 2; i++) {
+            cosine[4 * i] = four[i].x, cosine[4 * i + 1] = four[i].y;
+            cosine[4 * i + 2] = four[i].z, cosine[4 * i + 3] = four[i].w;
+            sine[4 * i] = four[i + 2].x, sine[4 * i + 1] = four[i + 2].y;
+            sine[4 * i + 2] = four[i + 2].z, sine[4 * i + 3] = four[i + 2].w;
         }
-        const u16* norm = is_q ? p.q_norm : p.k_norm;
-        if (!is_v && norm) {
+    }
+    u8* const block = p.pool + (slot >> p.block_size_log2) * p.block_stride;
+    const int in_block = (int)(slot & ((1 << p.block_size_log2) - 1));
+    for (int group = first; group < last; group += HEADS) {
+        const int own = head;
+        const bool is_v = own >= p.q_heads + p.kv_heads, is_q = own < p.q_heads, writes = active;
+        float x[2][EACH];
+        unpack(x, next);
+        head += HEADS;
+        active = at < HALF && head < last;
+        if (active) next = load(heads + head * HEAD_DIM, at);
+        if (p.bias && writes) {
+            float bias[2][EACH];
+            unpack(bias, load(p.bias + own * HEAD_DIM, at));
+#pragma unroll
+            for (int i = 0; i < 2 * EACH; i++) x[i / EACH][i % EACH] += bias[i / EACH][i % EACH];
+            unpack(x, round_to_16bit(x));
+        }
+        if (p.q_norm || p.k_norm) {
+            const u16* norm = is_v ? nullptr : is_q ? p.q_norm : p.k_norm;
             float squares = 0;
 #pragma unroll
-            for (int i = 0; i < PAIR; i++) squares += x[0][i] * x[0][i] + x[1][i] * x[1][i];
-            float inverse = rsqrtf(sum_of_warp(squares) / HEAD_DIM + p.norm_eps);
-            float weight[2][PAIR];
-            if (active) load(weight, norm, lane);
+            for (int i = 0; i < EACH; i++) squares += x[0][i] * x[0][i] + x[1][i] * x[1][i];
+            const float inverse = rsqrtf(sum_of_head(squares) / HEAD_DIM + p.norm_eps);
+            if (norm && writes) {
+                float weight[2][EACH];
+                unpack(weight, load(norm, at));
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+                for (int i = 0; i < 2 * EACH; i++) x[i / EACH][i % EACH] *= inverse;
+                unpack(x, round_to_16bit(x));
 #pragma unroll
-                for (int i = 0; i < PAIR; i++)
-                    x[h][i] = widen<QUERY_BF16>(
-                        narrow<QUERY_BF16>(widen<QUERY_BF16>(narrow<QUERY_BF16>(x[h][i] * inverse)) * weight[h][i]));
-        }
-        if (!is_v)
-#pragma unroll
-            for (int i = 0; i < PAIR; i++) {
-                float a = x[0][i], b = x[1][i];
-                x[0][i] = widen<QUERY_BF16>(narrow<QUERY_BF16>(a * cosine[i] - b * sine[i]));
-                x[1][i] = widen<QUERY_BF16>(narrow<QUERY_BF16>(b * cosine[i] + a * sine[i]));
+                for (int i = 0; i < 2 * EACH; i++) x[i / EACH][i % EACH] *= weight[i / EACH][i % EACH];
+                unpack(x, round_to_16bit(x));
             }
-        if (is_q) {
-            if (active) store_16bit(p.query_out + token * p.query_stride + head * HEAD_DIM, x, lane);
-        } else if (slot >= 0) {
-            int kv_head = is_v ? head - p.q_heads - p.kv_heads : head - p.q_heads;
-            i64 row = ((i64)kv_head << p.block_size_log2) + in_block;
-            if (is_v)
-                store<V_FORMAT>(block + p.v_offset + row * HEAD_DIM * Format<V_FORMAT>::BYTES,
-                                (u16*)(block + p.v_scale_offset) + row, x, lane, active);
-            else
-                store<K_FORMAT>(block + p.k_offset + row * HEAD_DIM * Format<K_FORMAT>::BYTES,
-                                (u16*)(block + p.k_scale_offset) + row, x, lane, active);
+        }
+        if (!is_v) {
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                const float a = x[0][i], b = x[1][i];
+                x[0][i] = a * cosine[i] - b * sine[i];
+                x[1][i] = b * cosine[i] + a * sine[i];
+            }
+            unpack(x, round_to_16bit(x));
+        }
+        if (is_q && writes) store_16bit(p.query_out + token * p.query_stride + own * HEAD_DIM, x, at);
+        if (group + HEADS <= p.q_heads || slot < 0) continue;
+        const bool stores = writes && !is_q;
+        const i64 row = ((i64)(own - p.q_heads - (is_v ? p.kv_heads : 0)) << p.block_size_log2) + in_block;
+        u8* const v_row = block + p.v_offset + row * HEAD_DIM * Format<V_FORMAT>::BYTES;
+        u8* const k_row = block + p.k_offset + row * HEAD_DIM * Format<K_FORMAT>::BYTES;
+        u16* const v_scale = (u16*)(block + p.v_scale_offset) + row;
+        u16* const k_scale = (u16*)(block + p.k_scale_offset) + row;
+        if constexpr (K_FORMAT == V_FORMAT) {
+            store<K_FORMAT>(is_v ? v_row : k_row, is_v ? v_scale : k_scale, x, at, stores);
+        } else {
+            if (group < p.q_heads + p.kv_heads) store<K_FORMAT>(k_row, k_scale, x, at, stores && !is_v);
+            if (group + HEADS > p.q_heads + p.kv_heads) store<V_FORMAT>(v_row, v_scale, x, at, stores && is_v);
         }
     }
 }

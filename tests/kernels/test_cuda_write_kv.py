@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.compiler import KernelError
 from kernels.cuda_attention import WriteKV
 from kernels.cuda_layout import plain_layout
 from tools.kv_cases import decode, encode, rows_of
@@ -79,6 +80,38 @@ def test_write(dtype: torch.dtype, head_dim: int, tokens: int) -> None:
             if scales is not None:
                 scales[index] = 0xA5
         assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (28, 4), (7, 1)])
+def test_a_token_depends_on_itself_alone(heads: tuple[int, int]) -> None:
+    """Many tokens share their warps' work otherwise than few; neither bias nor norms, not in place."""
+    tokens, head_dim, device = 4100, 128, torch.device("cuda")
+    qkv = torch.randn(tokens, heads[0] + 2 * heads[1], head_dim, device=device).bfloat16()
+    slots, positions = torch.randperm(tokens + 12, device=device)[:tokens], torch.arange(tokens, device=device)
+    cos_sin = torch.randn(tokens, head_dim, device=device)
+    for k_format, v_format in (("bf16", "bf16"), ("int8", "int8"), ("bf16", "e4m3_scaled")):
+        layout = plain_layout(k_format, v_format, 1, heads[1], head_dim, 16, 0)
+        write = WriteKV(k_format, v_format, head_dim, torch.bfloat16, device)
+        pools = torch.full((2, 257, layout.block_stride), 0xA5, dtype=torch.uint8, device=device).unbind()
+        outs = [torch.full_like(qkv[:, : heads[0]], torch.nan) for _ in pools]
+        write(layout, pools[0], qkv, outs[0], slots, positions, cos_sin)
+        for start in range(0, tokens, 300):
+            part = slice(start, start + 300)
+            write(layout, pools[1], qkv[part], outs[1][part], slots[part], positions[part], cos_sin)
+        assert torch.equal(*pools)
+        assert torch.equal(*outs)
+        torch.testing.assert_close(outs[0].float(), rotate(qkv[:, : heads[0]], cos_sin).float(), rtol=2**-7, atol=2**-5)
+
+
+def test_what_is_not_aligned_is_refused() -> None:
+    layout = plain_layout("bf16", "bf16", 1, 1, 64, 16, 0)
+    pool = torch.zeros((1, layout.block_stride), dtype=torch.uint8, device="cuda")
+    qkv = torch.zeros(1, 3, 64, device="cuda", dtype=torch.bfloat16)
+    zero = torch.zeros(1, dtype=torch.int64, device="cuda")
+    with pytest.raises(KernelError, match="bias must be 16-byte aligned"):
+        WriteKV("bf16", "bf16", 64, torch.bfloat16, torch.device("cuda"))(
+            layout, pool, qkv, qkv[:, :1], zero, zero, torch.zeros(1, 64, device="cuda"), qkv.new_zeros(193)[1:]
+        )
 
 
 def test_extreme_values() -> None:
