@@ -18,12 +18,13 @@ from kernels.w4_packed import DTYPES, GROUPS, UNIT, PackedW4, macros
 FEW_TOKENS = {8: 1, 16: 2, 32: 4}  # most tokens of a block: token tiles of 8
 _STAGES, _SLOT, _HEAD = 4, 1024, 1024  # of w4_matmul.cu: units ahead, bytes of a unit's codes, of sums a token tile
 # Tokens of a tile: warpgroups of 64 outputs each, and sets of them that share the input features out.
-HOPPER = {32: (4, 1), 64: (3, 1), 128: (3, 1), 256: (2, 1)}
-HOPPER_SMALL = {32: (1, 4), 64: (1, 4), 128: (1, 2), 256: (2, 1)}
+HOPPER = {16: (4, 1), 32: (4, 1), 64: (3, 1), 128: (3, 1), 256: (2, 1)}
+HOPPER_SMALL = {16: (1, 4), 32: (1, 4), 64: (1, 4), 128: (1, 2), 256: (2, 1)}
 _HOPPER_SHARED, _MOST_HOPPER_STAGES = 224 * 1024, 12
 SMALL = 1 << 25  # weights of a matrix; qkv and o of an 8B model are small
 # Beyond, a dense product with the dequantised weight is faster: measured on an H200, a guess for other GPUs.
 _MOST_HOPPER_TOKENS, _MOST_SMALL_TOKENS, _MOST_FEW_TOKENS = 1024, 128, 64
+_LEAST_HOPPER_TOKENS = 9
 
 
 def few_variant(base: tuple[tuple[str, int], ...], most: int) -> Variant:
@@ -146,12 +147,10 @@ class W4Linear:
         tokens = len(x)
         if not tokens:
             return torch.empty((0, self.weight.out_features), dtype=x.dtype, device=x.device)
-        if tokens <= 16:
+        if tokens <= (_LEAST_HOPPER_TOKENS - 1 if self._gpu.has_wgmma else _MOST_FEW_TOKENS):
             return self.few(x)
-        if self._gpu.has_wgmma:
-            is_few = tokens <= (_MOST_SMALL_TOKENS if self._is_small else _MOST_HOPPER_TOKENS)
-            return self.hopper(x) if is_few else self.dense(x)
-        return self.few(x) if tokens <= _MOST_FEW_TOKENS else self.dense(x)
+        most = _MOST_SMALL_TOKENS if self._is_small else _MOST_HOPPER_TOKENS
+        return self.hopper(x) if self._gpu.has_wgmma and tokens <= most else self.dense(x)
 
     def _checked(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -210,7 +209,7 @@ class W4Linear:
         blocks = min(self._gpu.multiprocessors, row_blocks * token_blocks * weight.units // 2)
         wide = -(-outs // 2) * 2  # two outputs are stored at once
         out = torch.empty((tokens, wide), dtype=x.dtype, device=x.device)
-        partial = torch.empty(blocks * 2 * most * rows * 64, dtype=torch.float32, device=x.device)
+        partial = torch.empty(blocks * most * rows * 64, dtype=torch.float32, device=x.device)
         self._hopper[most](
             (blocks, 1, 1),
             tensor_map(x, most, UNIT),

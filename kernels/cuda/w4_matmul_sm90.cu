@@ -3,10 +3,10 @@
 // Weights are the operand in registers: each warp dequantises its 16 outputs of a unit while the tensor cores work on
 // the unit before. For small matrices, K_GROUPS sets of warpgroups take the steps of the same outputs in turn. One more
 // warpgroup, which leaves them its registers, has everything copied ahead, a stage per step of two units. The blocks
-// share all (tile, step) pairs out evenly; a tile that several work on is added up by the last of them, always in the
+// share all (tile, step) pairs out evenly; a tile that several work on is added up by the first of them, always in the
 // same order.
 //
-// Macros: IS_BF16; GROUP; ZEROS; TOKENS (of a tile: 32, 64, 128 or 256); ROW_GROUPS (warpgroups, of 64 outputs each);
+// Macros: IS_BF16; GROUP; ZEROS; TOKENS (of a tile: 16, 32, 64, 128 or 256); ROW_GROUPS (warpgroups, of 64 outputs each);
 // K_GROUPS. For sm_90a only.
 #include "w4.cuh"
 
@@ -18,7 +18,7 @@ struct Params {
     const u8* records;
     const u16* bias;    // [outs], or null
     u16* out;           // [tokens, outs], outs even, rows an even number apart
-    Float4* partial;    // [grid, 2, TOKENS / 8, ROW_THREADS]
+    Float4* partial;    // [grid, TOKENS / 8, ROW_THREADS]
     u32* finished;      // [grid, ROW_WARPS] zeros; left as zeros
     i64 out_stride;     // elements
     float factor;       // of all scales
@@ -26,6 +26,8 @@ struct Params {
 };
 
 constexpr int ROW_WARPS = ROW_GROUPS * 4, ROW_THREADS = ROW_GROUPS * 128, PAIRS = ROW_GROUPS * 2, ACC = TOKENS / 8;
+// Few tokens have few sums, which are then what to multiply by the scales. A step's units are one group.
+constexpr bool SUMS_ARE_SCALED = GROUP == 128 && TOKENS <= 32;
 constexpr int THREADS = K_GROUPS * ROW_THREADS;
 constexpr int ALL = THREADS + 128, COPIER_REGISTERS = 32;
 constexpr int SHARE = (65536 / ALL / 8 * 8 * ALL - 128 * COPIER_REGISTERS) / THREADS / 8 * 8;
@@ -79,6 +81,7 @@ DEVICE u64 descriptor(u32 address) {
 #define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3)
 #define SIXTY4(i) SIXTEEN(i), SIXTEEN(i + 4), SIXTEEN(i + 8), SIXTEEN(i + 12)
+#define R8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define R64                                                                                                       \
@@ -93,16 +96,18 @@ DEVICE u64 descriptor(u32 address) {
 #else
 #define TYPES ".f32.f16.f16"
 #endif
-#define WGMMA(N, D, A, ...)                                                                                  \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16" TYPES " {" D "}, " A ", 1, 1, 1, 0;"           \
-                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define WGMMA(N, D, A, ADD, ...)                                                                             \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                               \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16" TYPES " {" D "}, " A ", p, 1, 1, 0;}"          \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add))
 
-// d[64 x TOKENS] += a[64 x 16] * b^T: a in registers, b TOKENS rows of 16 elements in shared memory.
-template <int N> DEVICE void multiply(float (&d)[N][4], const u32 (&a)[4], u64 b) {
-    if constexpr (N == 4) WGMMA(32, R16, "{%16,%17,%18,%19}, %20", SIXTEEN(0));
-    else if constexpr (N == 8) WGMMA(64, R32, "{%32,%33,%34,%35}, %36", SIXTEEN(0), SIXTEEN(4));
-    else if constexpr (N == 16) WGMMA(128, R64, "{%64,%65,%66,%67}, %68", SIXTY4(0));
-    else WGMMA(256, R128, "{%128,%129,%130,%131}, %132", SIXTY4(0), SIXTY4(16));
+// d[64 x TOKENS] = or += a[64 x 16] * b^T: a in registers, b TOKENS rows of 16 elements in shared memory.
+template <int N> DEVICE void multiply(float (&d)[N][4], const u32 (&a)[4], u64 b, bool add) {
+    if constexpr (N == 2) WGMMA(16, R8, "{%8,%9,%10,%11}, %12", "%13", FOUR(0), FOUR(1));
+    else if constexpr (N == 4) WGMMA(32, R16, "{%16,%17,%18,%19}, %20", "%21", SIXTEEN(0));
+    else if constexpr (N == 8) WGMMA(64, R32, "{%32,%33,%34,%35}, %36", "%37", SIXTEEN(0), SIXTEEN(4));
+    else if constexpr (N == 16) WGMMA(128, R64, "{%64,%65,%66,%67}, %68", "%69", SIXTY4(0));
+    else WGMMA(256, R128, "{%128,%129,%130,%131}, %132", "%133", SIXTY4(0), SIXTY4(16));
 }
 
 // The compiler does not know that a pending instruction writes these: it must not move or use them before the wait.
@@ -165,33 +170,62 @@ DEVICE u32 twice(u32 half) {
     return pack_bf16(f, f);
 }
 
-// One unit: dequantise into `a`, of which no pending instruction may read, then start its products.
-DEVICE void add_unit(float (&acc)[ACC][4], u32 (&a)[4][4], u32 codes, u32 record, u32 x) {
+// One unit as operands, with their scales if not SUMS_ARE_SCALED.
+DEVICE void dequantize_unit(u32 (&a)[4][4], u32 codes, u32 record) {
     const Words4 words = load_shared4(codes);
+    Zero zero = symmetric();
+    u32 g, g8;
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-        const u32 at = record + s * PER / 4 * (RECORD / PER);
-        const u32 scales = load_shared(at), g = twice(scales), g8 = twice(scales >> 16);
-        dequantize(a[s], s == 0 ? words.x : s == 1 ? words.y : s == 2 ? words.z : words.w,
-                   ZEROS ? zero_of(load_shared(at + 4)) : symmetric());
+        if (s * PER % 4 == 0) {  // a group begins
+            const u32 at = record + s * PER / 4 * (RECORD / PER);
+            if (!SUMS_ARE_SCALED) {
+                const u32 scales = load_shared(at);
+                g = twice(scales), g8 = twice(scales >> 16);
+            }
+            if (ZEROS) zero = zero_of(load_shared(at + 4));
+        }
+        dequantize(a[s], s == 0 ? words.x : s == 1 ? words.y : s == 2 ? words.z : words.w, zero);
+        if (SUMS_ARE_SCALED) continue;
         a[s][0] = multiply_x2(a[s][0], g), a[s][1] = multiply_x2(a[s][1], g8);
         a[s][2] = multiply_x2(a[s][2], g), a[s][3] = multiply_x2(a[s][3], g8);
     }
+}
+
+// Start a unit's products.
+DEVICE void multiply_unit(float (&d)[ACC][4], const u32 (&a)[4][4], u32 x, bool add) {
     matrix_fence();
     const u64 b = descriptor(x);
 #pragma unroll
-    for (int s = 0; s < 4; s++) multiply(acc, a[s], b + s * 2);
+    for (int s = 0; s < 4; s++) multiply(d, a[s], b + s * 2, add || s);
     matrix_commit();
-    matrix_wait<1>();
 }
+
+// The pending sums of one group, which a record's scales are for.
+struct Group {
+    float sums[ACC][4], g, g8;
+
+    DEVICE void clear() {
+        g = g8 = 0;
+#pragma unroll
+        for (int j = 0; j < ACC; j++) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0;
+    }
+    DEVICE void take_scales(u32 record) {
+        const u32 scales = load_shared(record);
+        g = f16_to_float((u16)scales), g8 = f16_to_float((u16)(scales >> 16));
+    }
+    DEVICE void add_to(float (&acc)[ACC][4]) {
+        matrix_wait<0>();
+        pin(sums);
+#pragma unroll
+        for (int j = 0; j < ACC; j++) {
+            acc[j][0] += sums[j][0] * g, acc[j][1] += sums[j][1] * g;
+            acc[j][2] += sums[j][2] * g8, acc[j][3] += sums[j][3] * g8;
+        }
+    }
+};
 
 // -- what becomes of the sums ----------------------------------------------------------------------------------------
-
-DEVICE int block_of(const Params& p, int pair) {
-    int block = pair * (int)gridDim.x / (p.row_blocks * p.token_blocks * p.steps);
-    while (begin_of(p, block + 1) <= pair) block++;
-    return block;
-}
 
 DEVICE void store(const Params& p, const float (&acc)[ACC][4], int tile) {
     const int lane = threadIdx.x & 31;
@@ -213,33 +247,26 @@ DEVICE void store(const Params& p, const float (&acc)[ACC][4], int tile) {
         }
 }
 
-// Leaves a warp's sums of a part of the steps; of the warps that have the same outputs, the last adds all parts up, in
-// the order of the blocks. Returns whether that was this one.
-DEVICE bool merge(const Params& p, float (&acc)[ACC][4], int tile, bool second) {
-    const int low = block_of(p, tile * p.steps), others = block_of(p, (tile + 1) * p.steps - 1) - low;
-    // A block has the beginning of one such tile at most.
-    u32* const finished = &p.finished[low * ROW_WARPS + (threadIdx.x >> 5)];
+// A tile's sums are complete in the block that begins it, which comes to it last: the blocks after it have left theirs by
+// then, as a rule. Blocks so wait for each other: all are resident at once. Returns whether this block has the whole.
+DEVICE bool merge(const Params& p, float (&acc)[ACC][4], int tile, bool begins) {
     const bool leads = (threadIdx.x & 31) == 0;
-    u32 count = 0;
-    if (others == 1 && leads) asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(count) : "l"(finished) : "memory");
-    const bool is_second = __shfl_sync(FULL_WARP, count, 0);  // of two: what it has need not be written
-    if (!is_second) {
-        Float4* mine = p.partial + ((i64)blockIdx.x * 2 + second) * ACC * ROW_THREADS + threadIdx.x;
+    u32* flag = p.finished + blockIdx.x * ROW_WARPS + (threadIdx.x >> 5);
+    Float4* part = p.partial + (i64)blockIdx.x * ACC * ROW_THREADS + threadIdx.x;
+    if (!begins) {
 #pragma unroll
-        for (int j = 0; j < ACC; j++) mine[j * ROW_THREADS] = {acc[j][0], acc[j][1], acc[j][2], acc[j][3]};
-        __threadfence();
+        for (int j = 0; j < ACC; j++) part[j * ROW_THREADS] = {acc[j][0], acc[j][1], acc[j][2], acc[j][3]};
         __syncwarp();
+        if (leads) asm volatile("st.release.gpu.u32 [%0], 1;" ::"l"(flag) : "memory");
+        return false;
     }
-    if (leads) count = atomicInc(finished, others);
-    if (__shfl_sync(FULL_WARP, count, 0) < others) return false;
-    __threadfence();
-    if (!is_second)
-#pragma unroll
-        for (int j = 0; j < ACC; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0;
-    for (int block = low; block <= low + others; block++) {
-        if (is_second && block == blockIdx.x) continue;
-        const bool other = begin_of(p, block) < tile * p.steps;
-        const Float4* part = p.partial + ((i64)block * 2 + other) * ACC * ROW_THREADS + threadIdx.x;
+    for (int block = blockIdx.x + 1; begin_of(p, block) < (tile + 1) * p.steps; block++) {
+        flag += ROW_WARPS, part += ACC * ROW_THREADS;
+        u32 there;
+        do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
+        while (!there);
+        __syncwarp();
+        if (leads) *flag = 0;
 #pragma unroll
         for (int j = 0; j < ACC; j++) {
             const Float4 v = load_l2(part + j * ROW_THREADS);
@@ -284,23 +311,32 @@ DEVICE void work(const Params& p, Pipe pipe, Float4* sums) {
 #pragma unroll
         for (int j = 0; j < ACC; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0;
         u32 before = 0;  // barrier of the stage that is still in use
+        Group group;
+        if (SUMS_ARE_SCALED) group.clear();
 #pragma unroll 1
         for (; at < stop; at += K_GROUPS) {
             const u32 stage = pipe.stages + pipe.stage * STAGE;
             wait_barrier(pipe.full + pipe.stage * 8, pipe.phase);
-            add_unit(acc, a[0], stage + codes, stage + records, stage);
+            const u32 first = stage + records, second = first + (2 / SPAN - 1) * 16 * RECORD;
+            dequantize_unit(a[0], stage + codes, first);
+            if (SUMS_ARE_SCALED) group.add_to(acc);
+            else multiply_unit(acc, a[0], stage, true), matrix_wait<1>();
             if (before && lane == 0) arrive(before);
-            const u32 second = stage + records + (2 / SPAN - 1) * 16 * RECORD;
-            add_unit(acc, a[1], stage + codes + 2 * TILE_BYTES, second, stage + X / 2);
+            if (SUMS_ARE_SCALED) multiply_unit(group.sums, a[0], stage, false);
+            dequantize_unit(a[1], stage + codes + 2 * TILE_BYTES, second);
+            multiply_unit(SUMS_ARE_SCALED ? group.sums : acc, a[1], stage + X / 2, true);
+            if (SUMS_ARE_SCALED) group.take_scales(first);
+            matrix_wait<1>();
             before = pipe.empty + pipe.stage * 8;
             pipe.advance(K_GROUPS);
         }
+        if (SUMS_ARE_SCALED) group.add_to(acc);
         matrix_wait<0>();
         pin(acc);
         if (before && lane == 0) arrive(before);
         if (K_GROUPS > 1) add_sets(acc, sums, set);
         const bool whole = start == tile * p.steps && stop == start + p.steps;
-        if (!set && (whole || merge(p, acc, tile, begin < tile * p.steps))) store(p, acc, tile);
+        if (!set && (whole || merge(p, acc, tile, start == tile * p.steps))) store(p, acc, tile);
         start = stop;
     }
 }

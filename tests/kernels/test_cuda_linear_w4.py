@@ -78,7 +78,7 @@ def test_tokens_choose_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_linear_w4, "build_for", lambda variants, device: None)
     monkeypatch.setattr(cuda_linear_w4, "tensor_map", lambda x, rows, columns: bytes(128))
     for gpu, wanted in (
-        (GPUS[0], {1: "", 16: "", 17: "_sm90", 128: "_sm90", 129: "dense"}),
+        (GPUS[0], {1: "", 8: "", 9: "_sm90", 128: "_sm90", 129: "dense"}),
         (GPUS[2], {1: "", 64: "", 65: "dense"}),
     ):
         monkeypatch.setattr(cuda_linear_w4, "gpu", lambda device, gpu=gpu: gpu)
