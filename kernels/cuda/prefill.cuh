@@ -154,9 +154,9 @@ template <int FORMAT, bool IS_K> struct Operand {
 #pragma unroll
                 for (int w = 0; w < 4; w++) decode4<FORMAT>(words[w], out[2 * w], out[2 * w + 1]);
                 if constexpr (F::HAS_SCALE || F::FACTOR != 1) {
-                    float factor = F::FACTOR;
-                    if constexpr (F::HAS_SCALE) factor *= f16_to_float(scale[i]);
-                    u32 both = pack_f16(factor, factor);
+                    constexpr u32 FACTORS = F::FACTOR == 1 ? 0x3c003c00u : 0x5c005c00u;  // float16, twice
+                    u32 both = F::HAS_SCALE ? permute(scale[i], 0, 0x1010) : FACTORS;
+                    if (F::HAS_SCALE && F::FACTOR != 1) both = mul_f16x2(both, FACTORS);
 #pragma unroll
                     for (int w = 0; w < 8; w++) out[w] = mul_f16x2(out[w], both);
                 }

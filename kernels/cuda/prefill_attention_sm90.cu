@@ -77,6 +77,9 @@ DEVICE void start_scores(float (&s)[8][4], u32 query, u32 k_tile) {
     matrix_commit();
 }
 
+// Tiles are decoded while the tensor cores add up the output; where K or V needs no decoding, there are too few registers.
+constexpr bool DECODES_LATE = !KF::IS_16BIT && !VF::IS_16BIT;
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention_sm90(const __grid_constant__ Params p) {
     extern __shared__ u8 shared[];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -109,15 +112,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention_sm90(
     for (int tile = first_tile; tile * KEYS < source.high; tile++) {
         int odd = (tile - first_tile & 1) * Tiles::STAGE, now = kv.stages + odd;
         u32 next = kv.stages + Tiles::STAGE - odd;
-        asm volatile("cp.async.wait_all; fence.proxy.async.shared::cta;" ::: "memory");
+        if (!DECODES_LATE) asm volatile("cp.async.wait_all;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncthreads();
-        constexpr bool DECODES = !KF::IS_16BIT || !VF::IS_16BIT;  // for which there are no registers beside the scores
+        constexpr bool DECODES = KF::IS_16BIT != VF::IS_16BIT;  // for which there are no registers beside the scores
         float s[1][KEYS / 8][4];
         if (DECODES && (tile + 1) * KEYS < source.high) kv.advance(p, tile, next);
         hide(queries), hide(now);
         matrix_fence();
         start_scores(s[0], queries, now);
-        if (!DECODES && (tile + 1) * KEYS < source.high) kv.advance(p, tile, next);
+        if (!DECODES && !DECODES_LATE && (tile + 1) * KEYS < source.high) kv.advance(p, tile, next);
         matrix_wait();
         pin(s[0]);
         hide(warp);
@@ -131,6 +135,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention_sm90(
         for (int i = 0; i < KEYS / 16; i++)
             multiply_output(st.o[0], probabilities[0][i], descriptor(now + TILE_BYTES + i * 16 * 128, KEYS * 128));
         matrix_commit();
+        if (DECODES_LATE && (tile + 1) * KEYS < source.high) {
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            kv.advance(p, tile, next);
+        }
         matrix_wait();
         pin(st.o[0]);
     }
