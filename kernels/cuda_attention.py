@@ -23,7 +23,7 @@ from kernels.cuda_layout import (
     prefill_tile,
     variant,
 )
-from kernels.launcher import Kernel, device_target, kernel
+from kernels.launcher import device_target, kernel
 
 
 class WriteKV:
@@ -103,7 +103,8 @@ class WriteKV:
 class DecodeAttention:
     """Attention of a few query rows per request. `plan` once per step, then one call per layer.
 
-    Holds the plan and the scratch of the merge, so calls of one instance must follow each other on one stream.
+    Holds the plan and the scratch of the merge, so calls of one instance must follow each other on one stream. Blocks
+    wait for each other, all resident at once: two such calls at the same time, on two streams, could wait forever.
     """
 
     def __init__(
@@ -133,10 +134,11 @@ class DecodeAttention:
         index = _index(device)
         unit = variant("decode_attention.cu", k_format, v_format, head_dim, dtype, row_tiles)
         self._kernel = kernel(unit, "8P7q6i2f", 128 if head_dim * row_tiles > 128 else 256, index)
-        self._planner = kernel(Variant("decode_plan.cu"), "4P6i", 1024, index)
-        self._grid = _resident_blocks(self._kernel, index)
+        self._planner = kernel(Variant("decode_plan.cu"), "3P5i", 1024, index)
+        self._multiprocessors = _multiprocessors(index)
+        self._grid = self._multiprocessors * self._kernel.blocks_per_multiprocessor()
         words = 2 * self._grid * row_tiles * head_dim * 16  # 2 KiB a row tile and 16 elements
-        self._plan = torch.zeros(4 + 16 * self._grid + max_requests + 1, dtype=torch.int32, device=device)
+        self._plan = torch.zeros(4 + 8 * self._grid + max_requests + 1, dtype=torch.int32, device=device)
         self._parts = torch.full((words,), -1, dtype=torch.int32, device=device)  # each launch leaves it so
         self._scratch = self._plan.data_ptr(), self._parts.data_ptr()
 
@@ -156,13 +158,11 @@ class DecodeAttention:
             (1, 1, 1),
             *self._pointers[1:],
             self._plan.data_ptr(),
-            tables.data_ptr(),
             batch,
             self._kv_heads * self._row_blocks,
             self._grid,
+            self._multiprocessors,
             self._window,
-            tables.stride(0),
-            tables.shape[1],
         )
 
     def __call__(self, layout: KVLayout, pool: Tensor, query: Tensor, out: Tensor) -> None:
@@ -214,7 +214,7 @@ class PrefillAttention:
         self._group, self._dtype, self._window = num_heads // num_kv_heads, dtype, window
         self._scale = (head_dim**-0.5 if scale is None else scale) * math.log2(math.e)
         index = _index(device)
-        self._multiprocessors: int = torch.cuda.get_device_properties(index).multi_processor_count
+        self._multiprocessors = _multiprocessors(index)
         file = "prefill_attention.cu"
         choices: tuple[int, ...] = (4,)
         if device_target(index) == "sm_90" and head_dim in HOPPER_HEAD_DIMS and not portable:
@@ -275,6 +275,6 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _resident_blocks(compiled: Kernel, device: int) -> int:
-    multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return multiprocessors * compiled.blocks_per_multiprocessor()
+def _multiprocessors(device: int) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -236,7 +236,15 @@ def main() -> None:
         add(launch_cost())
     if "d" in groups:
         shapes = [("gqa8", 128, 8192), ("gqa8", 32, 8192), ("gqa8", 32, 1024), ("gqa8", 1, 8192), ("gqa8", 1, 32768)]
-        shapes += [("3b", 1, 8192), ("3b", 32, 8192), ("7b", 32, 8192), ("8b", 1, 8192), ("8b", 32, 8192)]
+        shapes += [
+            ("3b", 1, 1024),
+            ("3b", 1, 8192),
+            ("3b", 32, 8192),
+            ("3b", 128, 512),
+            ("7b", 32, 8192),
+            ("8b", 1, 8192),
+            ("8b", 32, 8192),
+        ]
         for shape in shapes:
             for k, v in (("bf16", "bf16"), ("int8", "int8"), ("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3_scaled",) * 2):
                 add(decode_attention(*shape, k, v))

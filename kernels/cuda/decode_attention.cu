@@ -15,16 +15,16 @@
 typedef Format<K_FORMAT> KF;
 typedef Format<V_FORMAT> VF;
 
-constexpr int WARPS = 4;
+constexpr int WARPS = HEAD_DIM * ROW_TILES > 128 ? 4 : 8;  // as shared memory allows
 constexpr int ROWS = 8 * ROW_TILES;
 constexpr int STEPS = HEAD_DIM / 16;               // k-steps of QK^T, m-tiles of V^T P^T
 constexpr int K_ROW = HEAD_DIM * KF::BYTES;        // bytes
 constexpr int V_ROW = HEAD_DIM * VF::BYTES;
 constexpr int K_WORDS = K_ROW / 16;                // words of one key in one thread; four threads share a key
 constexpr int V_WORDS = V_ROW / 32;                // words of one key in one thread; eight threads share a key
-constexpr int PARTS_AT_ONCE = HEAD_DIM * ROW_TILES > 128 ? 1 : 2;  // as the registers allow
-// Blocks per multiprocessor.
-constexpr int LEAST_RESIDENT = HEAD_DIM * ROW_TILES > 128 ? 1 : HEAD_DIM * ROW_TILES > 64 ? 3 : 4;
+// Blocks per multiprocessor, as registers allow.
+constexpr bool NARROW = !KF::IS_16BIT && !VF::IS_16BIT && (HARDWARE_FP8 || K_FORMAT != FORMAT_E4M3_SCALED);
+constexpr int LEAST_RESIDENT = HEAD_DIM * ROW_TILES <= 64 || HEAD_DIM * ROW_TILES <= 128 && NARROW ? 2 : 1;
 constexpr float LOWEST = -1e30f;                   // stands for minus infinity, without its NaNs
 // Both of K and V in flight at once, where the registers allow it.
 constexpr bool OVERLAP = 2 * K_WORDS + 4 * V_WORDS + STEPS * ROW_TILES * 6 <= 168;
@@ -37,9 +37,7 @@ struct Params {
     const int* lengths;      // [batch] keys, those of the request's own queries included
     const int* query_start;  // [batch + 1] first token of each request
     const int* plan;
-    Float4* part_out;        // [2 * grid][ROW_TILES * STEPS * 32]
-    Float4* part_max_sum;    // [2 * grid][ROW_TILES * 4]
-    u32* counters;           // [batch * heads], zero between launches
+    Float4* parts;           // [2 * grid][2][FRAGMENTS], EMPTY between launches: a fragment; its maxima and sums
     i64 block_stride, k_offset, v_offset, k_scale_offset, v_scale_offset;  // bytes
     i64 query_stride, out_stride;                                          // elements per token
     int table_stride, kv_heads, group, row_blocks, block_tiles_log2, window;
@@ -310,12 +308,12 @@ DEVICE void attend(State& st, const Params& p, const u32 (&q)[ROW_TILES][STEPS][
                    const Visible& visible) {
     int n = tiles.lane >> 2, c = tiles.lane & 3;
     u32 k[2][K_WORDS], v[4][V_WORDS];
-    Scales scales_now;
+    Scales sc;
     if (!tiles.more()) return;
     const u8* block = tiles.block();
     int slot = tiles.slot();
     load_k(k, block + p.k_offset + slot * K_ROW, n, c);
-    load_scales(scales_now, p, block, slot, n);
+    load_scales(sc, p, block, slot, n);
     if constexpr (OVERLAP) load_v(v, block + p.v_offset + slot * V_ROW, n, c);
     while (true) {
         int tile = tiles.tile();
@@ -324,16 +322,15 @@ DEVICE void attend(State& st, const Params& p, const u32 (&q)[ROW_TILES][STEPS][
         u32 packed[ROW_TILES][2];
         scores(s, k, q);
         if constexpr (!OVERLAP) load_v(v, block + p.v_offset + slot * V_ROW, n, c);
-        Scales sc = scales_now;
         tiles.advance();
         bool more = tiles.more();
         if (more) {
             block = tiles.block();
             slot = tiles.slot();
             if constexpr (OVERLAP) load_k(k, block + p.k_offset + slot * K_ROW, n, c);
-            load_scales(scales_now, p, block, slot, n);
         }
         softmax(st, s, packed, p, sc, visible, tile, whole, n, c);
+        if (more) load_scales(sc, p, block, slot, n);
         if (!whole) drop_unstored(v, visible, tile, c);
         accumulate(st.o, v, packed);
         if (!more) break;
@@ -391,72 +388,125 @@ DEVICE Merged merge_warps(int nt, int warp, int lane) {
     return all;
 }
 
-DEVICE void write_out(const Params& p, const Merged& all, int nt, int head, int first_row, int token0, int rows, int warp,
-                      int n, int c) {
+// One fragment (as in Merged) of a row tile's output.
+DEVICE void write_out(const Params& p, const Float4& o, const float (&l)[2], int i, int nt, int head, int first_row,
+                      const PlanEntry& at, int n, int c) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         int row = first_row + nt * 8 + 2 * c + h, token = p.token_of(row);
-        if (row >= rows) continue;
-        float inverse = all.l[h] == 0 ? 0 : VF::FACTOR * reciprocal_approx(all.l[h]);
-        u16* at = (u16*)p.out + (token0 + token) * p.out_stride + (head * p.group + row - token * p.group) * HEAD_DIM;
-#pragma unroll
-        for (int j = 0; j < Merged::OWN; j++) {
-            int i = warp + WARPS * j;
-            if (i >= STEPS) continue;
-            // Elements 2i and 2i + 1 of thread n.
-            int element = VF::IS_16BIT ? v_offset_of(i, n) / 2 : v_offset_of(i / 2, n) + i % 2 * 2;
-            float low = h ? all.o[j].y : all.o[j].x, high = h ? all.o[j].w : all.o[j].z;
-            *(u32*)(at + element) = pack<QUERY_BF16>(low * inverse, high * inverse);
-        }
+        if (row >= at.tokens * p.group) continue;
+        float inverse = l[h] == 0 ? 0 : VF::FACTOR * reciprocal_approx(l[h]);
+        u16* to = (u16*)p.out + (at.token0 + token) * p.out_stride + (head * p.group + row - token * p.group) * HEAD_DIM;
+        // Elements 2i and 2i + 1 of thread n.
+        int element = VF::IS_16BIT ? v_offset_of(i, n) / 2 : v_offset_of(i / 2, n) + i % 2 * 2;
+        *(u32*)(to + element) = pack<QUERY_BF16>((h ? o.y : o.x) * inverse, (h ? o.w : o.z) * inverse);
     }
 }
 
-// Make this block's writes visible and count it; true for the last of `parts`, which then sees what all others wrote.
-// The counter wraps to 0, ready for the next launch.
-DEVICE bool arrive_last(u32* counter, int parts) {
-    __shared__ u32 arrived;
-    __syncthreads();
-    if (threadIdx.x == 0)
-        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                     : "=r"(arrived) : "l"(counter), "r"(parts - 1) : "memory");
-    __syncthreads();
-    return arrived == parts - 1;
+// -- the merge of what several blocks have of a row block --------------------------------------------------------------
+// Each leaves its fragments, every one with its maxima and sums beside it, in places of which all words are EMPTY, a NaN
+// that no instruction makes. All but the first wait for their share of all parts, word by word, add it up, and leave the
+// places EMPTY. So blocks wait for each other: the grid must be no larger than what is resident at once.
+
+constexpr u32 EMPTY = 0xffffffffu;
+constexpr int FRAGMENTS = ROW_TILES * STEPS * 32;  // of a part, one lane each
+
+DEVICE void leave(Float4* to, const Float4& v) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// What one warp has seen of the parts: every WARPS-th, in their order, so that the result does not depend on who came
-// last. Lane (n, c) fetches the maxima and sums of the n-th of eight parts.
-DEVICE void gather_parts(State& st, const Params& p, int first_part, int parts, int warp, int lane) {
-    int n = lane >> 2, c = lane & 3;
+DEVICE Float4 look(const Float4* from) {
+    Float4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+    return v;
+}
+
+DEVICE bool is_empty(const Float4& v) {
+    return max(max(__float_as_uint(v.x), __float_as_uint(v.y)), max(__float_as_uint(v.z), __float_as_uint(v.w))) == EMPTY;
+}
+
+struct Sum {
+    Float4 o;
+    float m[2], l[2];
+
+    DEVICE void raise(const float (&top)[2]) {
+        float a = exp2_approx(m[0] - top[0]), b = exp2_approx(m[1] - top[1]);
+        m[0] = top[0], m[1] = top[1];
+        l[0] *= a, l[1] *= b;
+        o.x *= a, o.y *= b, o.z *= a, o.w *= b;
+    }
+    DEVICE void add(const Float4& other, const Float4& max_sum) {
+        float a = exp2_approx(max_sum.x - m[0]), b = exp2_approx(max_sum.z - m[1]);
+        l[0] += max_sum.y * a, l[1] += max_sum.w * b;
+        o.x += other.x * a, o.y += other.y * b, o.z += other.z * a, o.w += other.w * b;
+    }
+};
+
+DEVICE void add_from(float& x, int step) { x += __shfl_xor_sync(FULL_WARP, x, step); }
+
+// The share of this block, the `worker`-th of parts - 1. Several lanes may share a fragment's parts. Always in the same
+// order.
+DEVICE void merge_parts(const Params& p, const PlanEntry& at) {
+    constexpr int AT_ONCE = 4, MOST_LANES_LOG2 = 4;
+    int parts = at.parts, worker = blockIdx.x - at.first_block - 1;
+    int begin = FRAGMENTS * worker / (parts - 1), end = FRAGMENTS * (worker + 1) / (parts - 1), log2_lanes = 0;
+    while (log2_lanes < MOST_LANES_LOG2 && 1 << log2_lanes < parts && end - begin << log2_lanes <= WARPS * 16) log2_lanes++;
+    int lanes = 1 << log2_lanes, lane = threadIdx.x & lanes - 1;
+    for (int base = begin; base < end; base += WARPS * 32 >> log2_lanes) {
+        int fragment = base + (threadIdx.x >> log2_lanes);
+        Sum sum = {{0, 0, 0, 0}, {LOWEST, LOWEST}, {0, 0}};
+        for (int part = fragment < end ? lane : parts; part < parts; part += AT_ONCE * lanes) {
+            Float4 v[AT_ONCE][2];
+            Float4* place[AT_ONCE];
 #pragma unroll
-    for (int nt = 0; nt < ROW_TILES; nt++)
-        for (int base = warp; base < parts; base += 8 * WARPS) {
-            Float4 ms = {LOWEST, 0, LOWEST, 0};
-            int own = base + n * WARPS;
-            if (own < parts)
-                ms = load_l2(p.part_max_sum + ((2 * (i64)(first_part + own) + (own < parts - 1)) * ROW_TILES + nt) * 4 + c);
-            float part_m[2] = {ms.x, ms.z}, part_l[2] = {ms.y, ms.w}, weight[2];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float top = fmaxf(st.m[nt][h], max_over_keys(part_m[h]));
-                if (base > warp) rescale(st, nt, h, exp2_approx(st.m[nt][h] - top));
-                st.m[nt][h] = top;
-                weight[h] = exp2_approx(part_m[h] - top);
-                st.l[nt][h] += part_l[h] * weight[h];
+            for (int j = 0; j < AT_ONCE; j++) {
+                int own = part + j * lanes;
+                place[j] = p.parts + (2 * (i64)(at.first_block + own) + (own < parts - 1)) * (2 * FRAGMENTS) + fragment;
+                v[j][0] = {own < parts ? as_float(EMPTY) : 0, 0, 0, 0};
+                v[j][1] = {own < parts ? as_float(EMPTY) : LOWEST, 0, LOWEST, 0};
             }
-#pragma unroll PARTS_AT_ONCE
-            for (int j = 0; j < 8; j++) {
-                int part = base + j * WARPS;
-                if (part >= parts) break;
-                i64 slot = (2 * (i64)(first_part + part) + (part < parts - 1)) * ROW_TILES + nt;
-                float a = __shfl_sync(FULL_WARP, weight[0], j * 4 + c), b = __shfl_sync(FULL_WARP, weight[1], j * 4 + c);
+            bool waits = true;
+            for (int tries = 0; waits; tries++) {
+                if (tries == 1 << 24) asm volatile("trap;");  // seconds: an error is better than a hang
 #pragma unroll
-                for (int i = 0; i < STEPS; i++) {
-                    Float4 o = load_l2(p.part_out + (slot * STEPS + i) * 32 + lane);
-                    st.o[nt][i][0] += o.x * a, st.o[nt][i][1] += o.y * b;
-                    st.o[nt][i][2] += o.z * a, st.o[nt][i][3] += o.w * b;
-                }
+                for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+                        if (is_empty(v[j][h])) v[j][h] = look(place[j] + h * FRAGMENTS);
+                waits = false;
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) waits |= is_empty(v[j][h]);
+            }
+            float top[2] = {sum.m[0], sum.m[1]};
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) top[0] = fmaxf(top[0], v[j][1].x), top[1] = fmaxf(top[1], v[j][1].z);
+            sum.raise(top);
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                sum.add(v[j][0], v[j][1]);
+                float empty = as_float(EMPTY);
+                if (part + j * lanes < parts)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) leave(place[j] + h * FRAGMENTS, {empty, empty, empty, empty});
             }
         }
+        float top[2] = {sum.m[0], sum.m[1]};
+        for (int step = lanes / 2; step; step /= 2)
+#pragma unroll
+            for (int h = 0; h < 2; h++) top[h] = fmaxf(top[h], __shfl_xor_sync(FULL_WARP, top[h], step));
+        sum.raise(top);
+        for (int step = lanes / 2; step; step /= 2) {
+            add_from(sum.l[0], step), add_from(sum.l[1], step);
+            add_from(sum.o.x, step), add_from(sum.o.y, step), add_from(sum.o.z, step), add_from(sum.o.w, step);
+        }
+        if (fragment < end && lane == 0)
+            write_out(p, sum.o, sum.l, fragment / 32 % STEPS, fragment / 32 / STEPS, at.head / p.row_blocks,
+                      at.head % p.row_blocks * ROWS, at, fragment % 32 / 4, fragment % 4);
+    }
 }
 
 DEVICE void clear(State& st) {
@@ -470,18 +520,23 @@ DEVICE void clear(State& st) {
         }
 }
 
+__shared__ volatile int kept[12];  // while a segment is read, for want of registers
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
     decode_attention(const __grid_constant__ Params p) {
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
-    PlanEntry at = ((const PlanEntry*)(p.plan + PLAN_HEADER))[blockIdx.x];
-    int per_block = p.plan[0], total = p.plan[1];
+    const PlanEntry* own = (const PlanEntry*)(p.plan + PLAN_HEADER) + blockIdx.x;
+    PlanEntry at = *own;
+    int per_block = p.plan[0], total = p.plan[1], heads = p.kv_heads * p.row_blocks;
     int position = blockIdx.x * per_block, end = min(position + per_block, total);
-    int heads = p.kv_heads * p.row_blocks;
     while (position < end) {
         TileRange range = tile_range(at.length, at.tokens, p.window);
         int take = min(range.count - at.tile, end - position), first = range.first + at.tile;
         int head = at.head / p.row_blocks, first_row = at.head % p.row_blocks * ROWS, rows = at.tokens * p.group;
         TileReader tiles = {p, p.tables + (i64)at.request * p.table_stride, head, first + warp, first + take, lane, 0, 0, 0};
+        kept[0] = position, kept[1] = end, kept[2] = per_block, kept[3] = total;
+        kept[4] = at.request, kept[5] = at.token0, kept[6] = at.head, kept[7] = take;
+        kept[8] = at.tile, kept[9] = range.count, kept[10] = at.tokens;
         State st;
         clear(st);
         if (at.length > 0 && first_row < rows) {
@@ -493,33 +548,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
         }
         share(st, warp, lane);
 
-        int segment = position - at.tile;  // where this row block's tiles begin
-        int first_block = segment / per_block, last_block = (segment + range.count - 1) / per_block;
-        int parts = last_block - first_block + 1;
-        bool finish = parts == 1;
-        if (!finish) {
-            i64 slot = (2 * (i64)blockIdx.x + (blockIdx.x < last_block)) * ROW_TILES;
+        position = kept[0], end = kept[1], per_block = kept[2], total = kept[3];
+        at.request = kept[4], at.token0 = kept[5], at.head = kept[6], take = kept[7];
+        at.tile = kept[8], range.count = kept[9], at.tokens = kept[10];
+        head = at.head / p.row_blocks, first_row = at.head % p.row_blocks * ROWS;
+        bool split = at.tile > 0 || take < range.count;
+        Float4* part = p.parts + (2 * (i64)blockIdx.x + (at.tile + take < range.count)) * FRAGMENTS * 2;
 #pragma unroll
-            for (int nt = 0; nt < ROW_TILES; nt++) {
-                Merged all = merge_warps(nt, warp, lane);
+        for (int nt = 0; nt < ROW_TILES; nt++) {
+            Merged all = merge_warps(nt, warp, lane);
 #pragma unroll
-                for (int j = 0; j < Merged::OWN; j++)
-                    if (warp + WARPS * j < STEPS)
-                        p.part_out[((slot + nt) * STEPS + warp + WARPS * j) * 32 + lane] = all.o[j];
-                if (warp == 0 && n == 0)
-                    p.part_max_sum[(slot + nt) * 4 + c] = {all.m[0], all.l[0], all.m[1], all.l[1]};
-            }
-            finish = arrive_last(p.counters + at.request * heads + at.head, parts);
-            if (finish) {
-                clear(st);
-                gather_parts(st, p, first_block, parts, warp, lane);
-                share(st, warp, lane);
+            for (int j = 0; j < Merged::OWN; j++) {
+                int i = warp + WARPS * j;
+                if (i >= STEPS) continue;
+                Float4* to = part + (nt * STEPS + i) * 32 + lane;
+                if (split) leave(to, all.o[j]), leave(to + FRAGMENTS, {all.m[0], all.l[0], all.m[1], all.l[1]});
+                else write_out(p, all.o[j], all.l, i, nt, head, first_row, at, n, c);
             }
         }
-        if (finish)
-#pragma unroll
-            for (int nt = 0; nt < ROW_TILES; nt++)
-                write_out(p, merge_warps(nt, warp, lane), nt, head, first_row, at.token0, rows, warp, n, c);
         __syncthreads();  // shared memory is free again
         position += take;
         at.tile = 0;
@@ -529,4 +575,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
             at.tokens = p.query_start[at.request + 1] - at.token0;
         }
     }
+    asm volatile("" : "+l"(own));  // read anew, rather than kept in registers
+    if (blockIdx.x * per_block < total && own->tile > 0) merge_parts(p, *own);
 }

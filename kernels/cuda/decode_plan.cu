@@ -5,25 +5,23 @@ struct Params {
     const int* lengths;      // [batch]
     const int* query_start;  // [batch + 1]
     int* plan;               // header, grid entries, then [batch + 1] tiles of one head before each request
-    int batch, heads, grid, window;
+    int batch, heads, grid, multiprocessors, window;
 };
 
 constexpr int THREADS = 1024;
-// A block's reading costs its tiles, the merge costs the number of blocks that share a row block: the best split of n
-// tiles goes with sqrt(n). The factor fits measurements on an H200 at n = 512 and 2048.
-constexpr float LEAST_SPLIT = 0.7f;
+constexpr int MULTIPLE = 8;  // tiles: the warps of an attention block take one each in turn
+constexpr int MOST_ALONE = 4 * MULTIPLE;  // where a block has no more, a second one on its multiprocessor costs more time
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_constant__ Params p) {
-    __shared__ int sums[THREADS / 32], carry, longest;
+    __shared__ int sums[THREADS / 32], carry;
     int* before = p.plan + PLAN_HEADER + p.grid * (int)(sizeof(PlanEntry) / 4);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) carry = 0, longest = 0, before[0] = 0;
+    if (threadIdx.x == 0) carry = 0, before[0] = 0;
     __syncthreads();
     for (int base = 0; base < p.batch; base += THREADS) {
         int request = base + threadIdx.x, tiles = 0;
         if (request < p.batch)
             tiles = tile_range(p.lengths[request], p.query_start[request + 1] - p.query_start[request], p.window).count;
-        atomicMax(&longest, tiles);
         for (int step = 1; step < 32; step *= 2) {
             int other = __shfl_up_sync(FULL_WARP, tiles, step);
             if (lane >= step) tiles += other;
@@ -38,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_c
         __syncthreads();
     }
     int total = carry * p.heads;
-    int per_block = max((total + p.grid - 1) / p.grid, (int)ceilf(LEAST_SPLIT * sqrtf(longest)));
+    int grid = total > p.multiprocessors * MOST_ALONE ? p.grid : min(p.grid, p.multiprocessors);
+    int per_block = (total + grid * MULTIPLE - 1) / (grid * MULTIPLE) * MULTIPLE;
     if (threadIdx.x == 0) p.plan[0] = per_block, p.plan[1] = total;
     for (int block = threadIdx.x; block < p.grid; block += THREADS) {
         int position = block * per_block;
@@ -49,9 +48,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_c
             if (before[middle] * p.heads <= position) low = middle;
             else high = middle;
         }
-        int offset = position - before[low] * p.heads, tiles = before[low + 1] - before[low];
+        int tiles = before[low + 1] - before[low], offset = position - before[low] * p.heads, tile = offset % tiles;
+        int first_block = (position - tile) / per_block, last_block = (position - tile + tiles - 1) / per_block;
         ((PlanEntry*)(p.plan + PLAN_HEADER))[block] = {
-            low, offset / tiles, offset % tiles, p.lengths[low], p.query_start[low],
-            p.query_start[low + 1] - p.query_start[low]};
+            low, offset / tiles, tile, p.lengths[low], p.query_start[low],
+            p.query_start[low + 1] - p.query_start[low], first_block, last_block - first_block + 1};
     }
 }

@@ -6,7 +6,8 @@
 #define PLAN_HEADER 4  // ints: tiles per block, tiles in all, two unused; then one PlanEntry per block
 
 // Where a block begins: tile counts from the request's first. The request's own numbers save a block a dependent load.
-struct __align__(16) PlanEntry { int request, head, tile, length, token0, tokens, unused[2]; };
+// The tiles of that request and head are shared by `parts` blocks from first_block on.
+struct __align__(16) PlanEntry { int request, head, tile, length, token0, tokens, first_block, parts; };
 
 struct TileRange { int first, count; };
 
