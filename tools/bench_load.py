@@ -226,7 +226,8 @@ def load(config: EngineConfig, results: "multiprocessing.SimpleQueue[Figures]") 
     else:
         StepThreads(config.threads)
         keep_freed_memory()
-    before, done, peak = resident(), threading.Event(), 0
+    before, done = resident(), threading.Event()
+    peak = before
 
     def watch() -> None:
         nonlocal peak
@@ -247,7 +248,7 @@ def load(config: EngineConfig, results: "multiprocessing.SimpleQueue[Figures]") 
     after = torch.cuda.memory_allocated() if device.type == "cuda" else resident() - before
     base = before if device.type == "cuda" else max(before, resident())
     del decoder
-    results.put(found | {"kept_mb": after / 1e6, "extra_mb": (peak - base) / 1e6})
+    results.put(found | {"kept_mb": after / 1e6, "extra_mb": max(0, peak - base) / 1e6})
 
 
 def in_process(config: EngineConfig) -> Figures:

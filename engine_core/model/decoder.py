@@ -42,6 +42,51 @@ class Layer:
     rope: RopeConfig
 
 
+class _Reader:
+    """Makes what a decoder holds, in any thread; `loaded` hears of bytes from one at a time."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, make: LinearMaker, loaded: Callable[[int], None]) -> None:
+        self._config, self._weights, self._make = config, weights, make
+        self._loaded, self._lock = loaded, Lock()
+
+    def norm(self, name: str) -> Tensor:
+        made = (self._weights.dense(name).float() + self._config.norm_offset).to(self._make.device, self._make.dtype)
+        self._tell(name)
+        return made
+
+    def matrix(self, name: str) -> Tensor:
+        made = self._make.matrix(self._weights, name)
+        self._tell(name)
+        return made
+
+    def linear(self, *names: str) -> Linear:
+        made = self._make(self._weights, names)
+        self._tell(*names, *(bias for bias in (f"{name}.bias" for name in names) if bias in self._weights.shapes))
+        return made
+
+    def layer(self, number: int, rope: RopeConfig) -> Layer:
+        at, config = f"layers.{number}.", self._config
+        norm, linear = self.norm, self.linear
+        return Layer(
+            attn_norm=norm(at + "attn_norm"),
+            qkv=linear(at + "q", at + "k", at + "v"),
+            q_norm=norm(at + "q_norm") if config.qk_norm else None,
+            k_norm=norm(at + "k_norm") if config.qk_norm else None,
+            o=linear(at + "o"),
+            attn_out_norm=norm(at + "attn_out_norm") if config.output_norms else None,
+            mlp_norm=norm(at + "mlp_norm"),
+            gate_up=linear(at + "gate", at + "up"),
+            down=linear(at + "down"),
+            mlp_out_norm=norm(at + "mlp_out_norm") if config.output_norms else None,
+            window=config.windows[number],
+            rope=rope,
+        )
+
+    def _tell(self, *names: str) -> None:
+        with self._lock:
+            self._loaded(sum(map(self._weights.bytes_of, names)))
+
+
 class Decoder:
     """Weights of one model, in the compute dtype or as `make` keeps them."""
 
@@ -63,55 +108,21 @@ class Decoder:
         ropes = [local if window else config.rope for window in config.windows]
         self.frequencies = {rope: rope_frequencies(rope, config.head_dim, rope_divisors) for rope in set(ropes)}
 
-        lock = Lock()
-
-        def read(*names: str) -> None:
-            with lock:
-                loaded(sum(map(weights.bytes_of, names)))
-
-        def norm(name: str) -> Tensor:
-            made = (weights.dense(name).float() + config.norm_offset).to(make.device, make.dtype)
-            read(name)
-            return made
-
-        def matrix(name: str) -> Tensor:
-            made = make.matrix(weights, name)
-            read(name)
-            return made
-
-        def linear(*names: str) -> Linear:
-            made = make(weights, names)
-            read(*names, *(bias for bias in (f"{name}.bias" for name in names) if bias in weights.shapes))
-            return made
-
-        def layer(number: int) -> Layer:
-            at = f"layers.{number}."
-            return Layer(
-                attn_norm=norm(at + "attn_norm"),
-                qkv=linear(at + "q", at + "k", at + "v"),
-                q_norm=norm(at + "q_norm") if config.qk_norm else None,
-                k_norm=norm(at + "k_norm") if config.qk_norm else None,
-                o=linear(at + "o"),
-                attn_out_norm=norm(at + "attn_out_norm") if config.output_norms else None,
-                mlp_norm=norm(at + "mlp_norm"),
-                gate_up=linear(at + "gate", at + "up"),
-                down=linear(at + "down"),
-                mlp_out_norm=norm(at + "mlp_out_norm") if config.output_norms else None,
-                window=config.windows[number],
-                rope=ropes[number],
-            )
+        read = _Reader(config, weights, make, loaded)
+        layers: dict[int, Layer] = {}
+        heads: list[Tensor] = []
 
         def ends() -> None:
-            self.embedding, self.norm = matrix("embed"), norm("norm")
-            self.head = make.head(self.embedding if config.tied_embeddings else matrix("head"))
-
-        made: dict[int, Layer] = {}
+            self.embedding, self.norm = read.matrix("embed"), read.norm("norm")
+            heads.append(self.embedding if config.tied_embeddings else read.matrix("head"))
 
         def add(number: int) -> None:
-            made[number] = layer(number)
+            layers[number] = read.layer(number, ropes[number])
 
-        _side_by_side([ends, *(partial(add, number) for number in range(config.num_layers))], make.device)
-        self.layers = [made[number] for number in range(config.num_layers)]
+        numbers = range(config.num_layers)
+        _side_by_side([ends, *(partial(add, number) for number in numbers)], make.device)
+        self.layers = [layers[number] for number in numbers]
+        self.head = make.head(heads.pop(), partial(_side_by_side, device=make.device))
 
     def forward(self, batch: Batch, kv: PagedKV) -> Tensor:
         """Run all layers, writing and reading `kv`; returns hidden states `[n, hidden]`, not yet normed."""

@@ -1,8 +1,9 @@
 """How each linear weight is kept: dense in the compute dtype, int8, or the file's own 4 bits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from protocol.errors import StartupError
 # Rows up to which a form beats dense bfloat16 (tools/bench_linear.py on Zen 5; AMX moves int8's to 1)
 _FEW_ROWS = {"int8": 2, "int4": 4}
 _FEW_HEAD_ROWS = 8  # the same for the head in int8
-_HEAD_PART = 24 << 10  # rows
+_HEAD_PART = 16 << 10  # rows
 
 
 Form = tuple[tuple[int, ...], int]  # shape of a weight, and its group size if the file has 4 bits of it; else 0
@@ -66,14 +67,22 @@ class LinearMaker:
         """A weight as a tensor in the compute dtype."""
         return self._read(weights, [name])
 
-    def head(self, weight: Tensor) -> Linear:
-        """The head `[vocab, hidden]`; its logits may be float32 whatever the dtype."""
+    def head(self, weight: Tensor, run_all: Callable[[Sequence[Callable[[], None]]], None]) -> Linear:
+        """The head `[vocab, hidden]`; its logits may be float32 whatever the dtype. `run_all` runs tasks at once."""
         if self.mode == "dense" or self._is_cuda or not Int8DynamicLinear.is_available():
             return self._from_dense(weight, None, None)
+        made: dict[int, Linear] = {}
+
+        def make(number: int, form: Callable[[Tensor], Linear], rows: Tensor) -> None:
+            made[number] = form(rows)
+
         # FBGEMM packs such parts three times as fast as the whole of a large vocabulary, and they make a smaller peak
-        parts = [Int8DynamicLinear(part) for part in torch.split(weight, _HEAD_PART)]
-        few = JoinedLinear(parts) if len(parts) > 1 else parts[0]
-        return HybridLinear(few, self._dense(weight, None), _FEW_HEAD_ROWS) if self.keep_dense else few
+        parts = enumerate(torch.split(weight, _HEAD_PART))
+        tasks = [partial(make, number, Int8DynamicLinear, rows) for number, rows in parts]
+        dense = [partial(make, -1, lambda rows: self._dense(rows, None), weight)] if self.keep_dense else []
+        run_all([*dense, *tasks])
+        few = JoinedLinear([made[number] for number in range(len(tasks))]) if len(tasks) > 1 else made[0]
+        return HybridLinear(few, made[-1], _FEW_HEAD_ROWS) if self.keep_dense else few
 
     def head_bytes(self, shape: tuple[int, int], tied: bool) -> int:
         """Bytes of the head, beside the embedding if `tied`."""
@@ -116,9 +125,9 @@ class LinearMaker:
 
     def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if self._is_cuda and weight.shape[1] % 8 == 0 and self.dtype.itemsize == 2:
-            from kernels.cuda_linear import OneRowLinear
+            from kernels.cuda_linear import dense_linear
 
-            return HybridLinear(OneRowLinear(weight, bias), DenseLinear(weight, bias), 1)
+            return dense_linear(weight, bias)
         return PackedLinear(weight, bias) if self._packs else DenseLinear(weight, bias)
 
     def _cuda_int4(self, parts: Sequence[W4Weight], bias: Tensor | None) -> Linear:
