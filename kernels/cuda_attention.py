@@ -25,6 +25,8 @@ from kernels.cuda_layout import (
 )
 from kernels.launcher import device_target, kernel
 
+_FEW_HEADS = 8  # of KV, in a batch: for no more, a second block on a multiprocessor costs more than it reads
+
 
 class WriteKV:
     """Bias, q and k norm, RoPE, quantisation and the write into block images, in one launch."""
@@ -154,13 +156,15 @@ class DecodeAttention:
             raise KernelError(f"{batch} requests; made for {self.max_requests}")
         self._batch = tables, lengths, query_start
         self._pointers = tables.data_ptr(), lengths.data_ptr(), query_start.data_ptr()
+        heads = self._kv_heads * self._row_blocks
+        self._blocks = self._grid if batch * heads > _FEW_HEADS else min(self._grid, self._multiprocessors)
         self._planner(
             (1, 1, 1),
             *self._pointers[1:],
             self._plan.data_ptr(),
             batch,
-            self._kv_heads * self._row_blocks,
-            self._grid,
+            heads,
+            self._blocks,
             self._multiprocessors,
             self._window,
         )
@@ -171,7 +175,7 @@ class DecodeAttention:
         check_heads("query", query, self._heads, self._head_dim, self._dtype)
         check_heads("out", out, self._heads, self._head_dim, self._dtype)
         self._kernel(
-            (self._grid, 1, 1),
+            (self._blocks, 1, 1),
             query.data_ptr(),
             out.data_ptr(),
             pool.data_ptr(),

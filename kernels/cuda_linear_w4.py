@@ -112,7 +112,9 @@ def dequantize(weight: PackedW4) -> Tensor:
 
 
 class W4Linear:
-    """y = x W^T + b with a 4-bit W. Calls of one instance share one stream: some of their scratch is common."""
+    """y = x W^T + b with a 4-bit W. All calls belong on one stream: scratch is common, and blocks of a launch wait for
+    each other.
+    """
 
     def __init__(self, weight: PackedW4, bias: Tensor | None = None) -> None:
         """Bias `[out]`, in the weight's dtype, on its device. Compiles and loads all that calls will launch."""

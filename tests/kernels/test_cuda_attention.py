@@ -53,6 +53,7 @@ def run_decode(case: Case, attention: DecodeAttention | None = None) -> torch.Te
     attention.plan(case.tables, case.lengths, case.query_start)
     attention(case.layout, case.pool, case.query, out)
     assert (whole[[0, -1]] == 7).all()
+    assert (attention._parts == -1).all()  # as the next call needs it
     return out
 
 
