@@ -39,6 +39,11 @@ class Variant:
         """The kernel's name: that of the file."""
         return self.file.removesuffix(".cu")
 
+    @property
+    def is_early(self) -> bool:
+        """Whether it may start before the kernel ahead of it has ended: it waits for that by itself (common.cuh)."""
+        return "wait_for_previous();" in (SOURCES / self.file).read_text(encoding="utf-8")
+
 
 @dataclass(frozen=True)
 class Binary:

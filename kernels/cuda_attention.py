@@ -34,7 +34,7 @@ class WriteKV:
     def __init__(self, k_format: str, v_format: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._head_dim, self._places = dtype, head_dim, Places(k_format, v_format, head_dim)
         unit = variant("write_kv.cu", k_format, v_format, head_dim, dtype)
-        self._kernel = kernel(unit, "9P7q5if", 128, _index(device), early=True)
+        self._kernel = kernel(unit, "9P7q5if", 128, _index(device))
 
     def __call__(
         self,

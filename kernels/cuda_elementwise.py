@@ -116,7 +116,7 @@ def _launch(
     if any(t is not None and t.device != x.device for t in (out, residual, other)):
         raise KernelError(f"tensors on several devices, the first on {x.device}")
     columns = 1 if op in (_RMS_NORM, _ADD_RMS_NORM) else -(-width // (8 * _THREADS))
-    kernel(_variant(op, x.dtype, vectors), "4P4qif", _THREADS, index, early=True)(
+    kernel(_variant(op, x.dtype, vectors), "4P4qif", _THREADS, index)(
         (rows, columns, 1),
         x.data_ptr(),
         0 if residual is None else residual.data_ptr(),

@@ -70,7 +70,7 @@ class OneRowLinear:
         """Weight `[out, in]` float16 or bfloat16, contiguous; in a multiple of 8; bias `[out]` of the same dtype."""
         _check_weight(weight, bias, 8)
         self._weight, self._bias = weight, bias
-        self._kernel = kernel(_variant(weight.dtype), "4P2i", 32 * _WARPS, weight.device.index, early=True)
+        self._kernel = kernel(_variant(weight.dtype), "4P2i", 32 * _WARPS, weight.device.index)
 
     def __call__(self, x: Tensor) -> Tensor:
         """X `[1, in]` to `[1, out]`, same dtype."""
@@ -110,7 +110,7 @@ class FewRowsLinear:
         steps, tiles = weight.shape[1] // _STEP, -(-weight.shape[0] // 16)
         for count in [slices] if slices else _SLICES:
             unit = _few_variant(weight.dtype, count)
-            self._kernel = kernel(unit, "4Pq4i", 32 * _FEW_WARPS, device, most_shared, early=True)
+            self._kernel = kernel(unit, "4Pq4i", 32 * _FEW_WARPS, device, most_shared)
             x_bytes = FEW_ROWS * (-(-steps // count) | 1) * 2 * _STEP
             groups = min(tiles, multiprocessors if count == 1 else self._kernel.resident_clusters(count, x_bytes))
             if not groups or steps < count:

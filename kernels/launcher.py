@@ -66,7 +66,7 @@ class Kernel:
     """One kernel on one device. Not for two threads at once: a launch writes into the kernel's own argument struct.
 
     `layout` is the struct's format as of the struct module, with native alignment: that of the C struct in the source.
-    `early`: it may start before the kernel before it has ended, for which it waits by itself (common.cuh).
+    `early`: see `Variant.is_early`.
     """
 
     def __init__(
@@ -131,16 +131,15 @@ _loaded: dict[tuple[Variant, int], Kernel] = {}
 _lock = threading.Lock()
 
 
-def kernel(
-    variant: Variant, layout: str, threads: int, device: int, shared_bytes: int = 0, early: bool = False
-) -> Kernel:
+def kernel(variant: Variant, layout: str, threads: int, device: int, shared_bytes: int = 0) -> Kernel:
     """The kernel of a variant on a device, compiled and loaded once. Load before any graph capture."""
     found = _loaded.get((variant, device))
     if found is None:
         with _lock:
             binary = compile_variant(variant, device_target(device))
             found = _loaded.setdefault(
-                (variant, device), Kernel(binary, variant.entry, layout, threads, device, shared_bytes, early)
+                (variant, device),
+                Kernel(binary, variant.entry, layout, threads, device, shared_bytes, variant.is_early),
             )
     return found
 

@@ -524,6 +524,8 @@ __shared__ volatile int kept[12];  // while a segment is read, for want of regis
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
     decode_attention(const __grid_constant__ Params p) {
+    let_next_start();
+    wait_for_previous();
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
     const PlanEntry* own = (const PlanEntry*)(p.plan + PLAN_HEADER) + blockIdx.x;
     PlanEntry at = *own;

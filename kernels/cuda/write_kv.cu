@@ -123,6 +123,8 @@ DEVICE void store(u8* row, u16* scale_at, const float (&x)[2][EACH], int at, boo
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) write_kv(const __grid_constant__ Params p) {
+    let_next_start();
+    wait_for_previous();
     const int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (token >= p.tokens) return;
     const int at = lane % LANES * EACH, all_heads = p.q_heads + 2 * p.kv_heads;

@@ -165,3 +165,15 @@ def test_no_home_directory_is_memory_only(monkeypatch: pytest.MonkeyPatch) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compiler.user_cache.__wrapped__()._directory is None
+
+
+def test_who_lets_the_next_kernel_start_waits_for_the_one_before() -> None:
+    """Else what an earlier kernel wrote might not be there yet, for this one or for those after it."""
+    early = []
+    for path in sorted(compiler.SOURCES.glob("*.cu")):
+        text = path.read_text("utf-8")
+        entries = text.count('extern "C" __global__')
+        assert text.count("let_next_start();") == text.count("wait_for_previous();"), path.name
+        assert text.count("wait_for_previous();") in (0, entries), path.name
+        early += [path.name] * Variant(path.name).is_early
+    assert early == ["decode_attention.cu", "elementwise.cu", "few_rows.cu", "one_row.cu", "write_kv.cu"]
