@@ -17,6 +17,7 @@ MOST_VOCAB = 1024 * PART
 _LOGITS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ROW_THREADS = 512
 _MOST_COUNT = 512
+_MOST_BLOCKS = 8  # that share a row
 
 
 def _variant(file: str, dtype: torch.dtype, logprobs: int | None = None) -> Variant:
@@ -55,11 +56,16 @@ class Sampling:
         self._parts = -(-vocab_size // PART)
         self._best = torch.empty((max_rows, self._parts), dtype=torch.int64, device=device)
         self._sums = torch.empty((max_rows, self._parts), dtype=torch.float32, device=device)
+        self._counters = torch.empty((max_rows, 2), dtype=torch.int32, device=device)
         self._above = torch.empty((max_rows, self._parts), dtype=torch.int32, device=device)
         index = self._best.device.index
-        self._scan = kernel(_variant("scan_logits.cu", dtype, 0), "6Pq2i", 128, index)
-        self._scan_logprobs = kernel(_variant("scan_logits.cu", dtype, 1), "6Pq2i", 128, index)
-        self._sample = kernel(_variant("sampling.cu", dtype), "13Pq2i", _ROW_THREADS, index)
+        self._scan = kernel(_variant("scan_logits.cu", dtype, 0), "7Pq2i", 128, index)
+        self._scan_logprobs = kernel(_variant("scan_logits.cu", dtype, 1), "7Pq2i", 128, index)
+        self._sample = kernel(_variant("sampling.cu", dtype), "15Pq2i", _ROW_THREADS, index)
+        # Blocks that share a row wait for each other, so all of them must be resident.
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._blocks = self._sample.blocks_per_multiprocessor() * processors
+        self._scratch = torch.empty((self._blocks, 2, 1024), dtype=torch.int64, device=device)
         self._logprobs = kernel(_variant("top_logprobs.cu", dtype), "9Pq3i", _ROW_THREADS, index)
 
     def greedy(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
@@ -125,7 +131,7 @@ class Sampling:
             scratch = self._best.data_ptr(), self._sums.data_ptr(), self._above.data_ptr()
             layout = logits.stride(0) * logits.element_size(), vocab, parts
             grid = -(-parts // 4), rows, 1
-            self._scan_logprobs(grid, logits.data_ptr(), 0, token.data_ptr(), *scratch, *layout)
+            self._scan_logprobs(grid, logits.data_ptr(), 0, token.data_ptr(), *scratch, 0, *layout)
             results = (x.data_ptr() for x in (own, rank, ids, values))
             self._logprobs((rows, 1, 1), logits.data_ptr(), *scratch, token.data_ptr(), *results, *layout, count)
         return own, rank, ids, values
@@ -146,10 +152,13 @@ class Sampling:
         if not rows:
             return
         pointer, best, sums = logits.data_ptr(), self._best.data_ptr(), self._sums.data_ptr()
+        counters = self._counters.data_ptr()
         layout = logits.stride(0) * logits.element_size(), vocab, parts
-        self._scan((-(-parts // 4), rows, 1), pointer, columns[0], 0, best, sums, 0, *layout)
+        self._scan((-(-parts // 4), rows, 1), pointer, columns[0], 0, best, sums, 0, counters, *layout)
         last = 0 if drawn is None else drawn.data_ptr()
-        self._sample((rows, 1, 1), pointer, best, sums, *columns, out.data_ptr(), last, *layout)
+        blocks = max(1, min(self._blocks // rows, _MOST_BLOCKS if columns[0] else 1))
+        own = pointer, best, sums, *columns, out.data_ptr(), last, self._scratch.data_ptr(), counters
+        self._sample((blocks, rows, 1), *own, *layout)
 
 
 def _scatter(logits: Tensor, row: Tensor, token: Tensor, columns: tuple[Tensor, ...]) -> None:

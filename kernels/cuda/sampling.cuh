@@ -1,8 +1,8 @@
-// What the sampling kernels share: parts of a row, ranks, weights in fixed point, and the search for a cut.
+// What the sampling kernels share: parts of a row, ranks, weights in fixed point, and what one block does with a row.
 //
 // A row of logits is cut into parts of 512 ids; `scan_logits.cu` leaves each part's best and sum, and then one block per
-// row reads again only the parts that matter. Sums of a part have a fixed order, all others are of integers, so that
-// neither the order of atomics nor the batch changes a result.
+// row, or several (`search.cuh`), read again only the parts that matter. Sums of a part have a fixed order, all others
+// are of integers, so that neither the order of atomics nor the batch changes a result.
 //
 // Macros: LOGITS (0 float32, 1 float16, 2 bfloat16).
 #pragma once
@@ -11,7 +11,8 @@
 constexpr int PART = 512, PER_LANE = PART / 32;
 constexpr int VECTOR = LOGITS == 0 ? 4 : 8;  // elements in 16 bytes
 constexpr int MOST_PARTS = 1024;
-constexpr u32 MINUS_INFINITY = 0x007fffffu, INFINITY_ = 0xff800000u;  // as order() gives them
+constexpr int DROP = LOGITS == 0 ? 0 : LOGITS == 1 ? 13 : 16;  // last bits of a float32 that tell no logits apart
+constexpr u32 MINUS_INFINITY = 0x007fffffu >> DROP, INFINITY_ = 0xff800000u >> DROP;  // as order() gives them
 
 struct Row { const u8* logits; int vocab, parts; };
 
@@ -24,37 +25,53 @@ DEVICE int id_of(int part, int j) {
     return part * PART + (j / VECTOR * 32 + (threadIdx.x & 31)) * VECTOR + j % VECTOR;
 }
 
-// A lane's elements of a part; minus infinity beyond the vocabulary.
-DEVICE void load_part(float (&x)[PER_LANE], const Row& row, int part) {
-    const bool aligned = ((u64)row.logits & 15) == 0;
-    if (aligned && (part + 1) * PART <= row.vocab) {
+// A lane's elements of a part, as they are stored; minus infinity beyond the vocabulary.
+struct Part {
+    static constexpr int PER_WORD = VECTOR / 4;
+    u32 word[PER_LANE / PER_WORD];
+
+    Part() = default;
+    DEVICE Part(const Row& row, int part) {
+        const bool aligned = ((u64)row.logits & 15) == 0;
+        if (aligned && (part + 1) * PART <= row.vocab) {
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i += VECTOR) {
-            Words4 v = *(const Words4*)(row.logits + (i64)id_of(part, i) * (16 / VECTOR));
-            u32 words[4] = {v.x, v.y, v.z, v.w};
+            for (int i = 0; i < PER_LANE; i += VECTOR) {
+                Words4 v = *(const Words4*)(row.logits + (i64)id_of(part, i) * (16 / VECTOR));
+                u32* to = word + i / PER_WORD;
+                to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+            }
+        } else {
 #pragma unroll
-            for (int j = 0; j < VECTOR; j++)
-                x[i + j] = LOGITS == 0 ? as_float(words[j % 4])
-                                       : widen<LOGITS == 2>((u16)(words[j / 2 % 4] >> (j % 2 * 16)));
-        }
-    } else {
+            for (int i = 0; i < PER_LANE; i += PER_WORD) {
+                float x[2];
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            int id = id_of(part, j);
-            x[j] = id < row.vocab ? load_logit(row, id) : negative_infinity();
+                for (int j = 0; j < PER_WORD; j++) {
+                    const int id = id_of(part, i + j);
+                    x[j] = id < row.vocab ? load_logit(row, id) : negative_infinity();
+                }
+                word[i / PER_WORD] = LOGITS == 0 ? __float_as_uint(x[0]) : pack<LOGITS == 2>(x[0], x[1]);
+            }
         }
     }
-}
+
+    DEVICE float operator[](int j) const {
+        const u32 own = word[j / PER_WORD];
+        return LOGITS == 0 ? as_float(own) : widen<LOGITS == 2>((u16)(own >> j % PER_WORD * 16));
+    }
+};
 
 // -- ranks -----------------------------------------------------------------------------------------------------------
 
 // Unsigned integers in the order of floats; both zeros are one, NaN is above all.
 DEVICE u32 order(float x) {
     u32 bits = __float_as_uint(x + 0.0f);
-    return x != x ? ~0u : bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+    return (x != x ? ~0u : bits ^ ((u32)((int)bits >> 31) | 0x80000000u)) >> DROP;
 }
 
-DEVICE float value(u32 ordered) { return as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered); }
+DEVICE float value(u32 ordered) {
+    const u32 bits = ordered << DROP;
+    return as_float((bits & 0x80000000u ? bits ^ 0x80000000u : ~bits) & ~((1u << DROP) - 1));
+}
 
 // No two elements of a row have the same rank; of equal logits the first id is the higher.
 DEVICE u64 rank_of(float x, int id) { return (u64)order(x) << 32 | (u32)~id; }
@@ -72,12 +89,15 @@ struct Weight {
         low = (fmaf(-high, temperature, 1.44269502f) + 1.92596303e-8f) / temperature;
         least = fmaxf(-150.0f / high, -3e38f);
     }
-    DEVICE float operator()(float x) const {
-        float d = fmaxf(x - peak, least), t = d * high;
+    // At a distance from the peak, which is not positive.
+    DEVICE float at(float d) const {
+        d = fmaxf(d, least);
+        float t = d * high;
         float rest = fmaf(d, low, fmaf(d, high, -t));
         float e = exp2_approx(t);
-        return x == negative_infinity() ? 0.0f : fmaf(e, rest * 0.693147182f, e);
+        return fmaf(e, rest * 0.693147182f, e);
     }
+    DEVICE float operator()(float x) const { return x == negative_infinity() ? 0.0f : at(x - peak); }
 };
 
 constexpr float ONE = 17592186044416.0f;  // 2^44: more than 2^18 weights fit in 63 bits
@@ -87,17 +107,19 @@ DEVICE u64 fixed(float weight) { return __float2ull_rn(weight * ONE); }
 
 #ifdef ROW_THREADS
 constexpr int WARPS = ROW_THREADS / 32, EACH = MOST_PARTS / ROW_THREADS;
-constexpr int CANDIDATES = 2048, BUCKETS = 1024;
+constexpr int CANDIDATES = 2048, BUCKETS = 1024, COPIES = 4;
 
 struct Shared {
     u64 best[MOST_PARTS], mass[MOST_PARTS];  // of each part
     union {
         u64 candidate[CANDIDATES];
-        struct { u32 count[BUCKETS], low[BUCKETS], high[BUCKETS]; } bucket;
+        struct { u32 low[BUCKETS * COPIES], high[BUCKETS]; } bucket;
     };
     u16 list[MOST_PARTS];
     u64 warp[WARPS], ahead, own;
-    int listed, gathered, chosen, inside;
+    double uniform;
+    float temperature, share;
+    int listed, gathered, chosen;
 };
 
 DEVICE int lane() { return threadIdx.x & 31; }
@@ -186,8 +208,8 @@ DEVICE u64 bound_of(Shared& s, int parts, int count, u64 peak) {
 // A float that nothing from this rank on is below.
 DEVICE float least_from(u64 rank) { return rank >> 32 > MINUS_INFINITY ? value_of_rank(rank) : negative_infinity(); }
 
-// Collects what ranks from low to high; returns how many there are, of which up to CANDIDATES are kept, in any order.
-DEVICE int gather(Shared& s, const Row& row, u64 low, u64 high) {
+// Collects what ranks from low on; returns how many there are, of which up to CANDIDATES are kept, in any order.
+DEVICE int gather(Shared& s, const Row& row, u64 low) {
     __syncthreads();
     if (threadIdx.x == 0) s.listed = s.gathered = 0;
     __syncthreads();
@@ -195,21 +217,27 @@ DEVICE int gather(Shared& s, const Row& row, u64 low, u64 high) {
         if (s.best[part] >= low) s.list[atomicAdd(&s.listed, 1)] = part;
     __syncthreads();
     const float least = least_from(low);
-    for (int i = warp(); i < s.listed; i += 2 * WARPS) {
-        int part[2] = {s.list[i], i + WARPS < s.listed ? s.list[i + WARPS] : -1};
-        float x[2][PER_LANE];  // two at once hide each other's latency
-        load_part(x[0], row, part[0]);
-        if (part[1] >= 0) load_part(x[1], row, part[1]);
+    constexpr int AT_ONCE = 2;  // they hide each other's latency
+    for (int i = warp(); i < s.listed; i += AT_ONCE * WARPS) {
+        int part[AT_ONCE];
+        Part parts[AT_ONCE];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < AT_ONCE; half++) {
+            part[half] = i + half * WARPS < s.listed ? s.list[i + half * WARPS] : -1;
+            if (part[half] >= 0) parts[half] = Part(row, part[half]);
+        }
+#pragma unroll
+        for (int half = 0; half < AT_ONCE; half++) {
             if (part[half] < 0) break;
+            u32 found = 0;
 #pragma unroll
-            for (int j = 0; j < PER_LANE; j++) {
-                if (!__any_sync(FULL_WARP, x[half][j] >= least)) continue;
-                int id = id_of(part[half], j);
-                u64 rank = rank_of(x[half][j], id);
-                if (rank < low || rank > high || id >= row.vocab) continue;
-                int at = atomicAdd(&s.gathered, 1);
+            for (int j = 0; j < PER_LANE; j++) found |= (parts[half][j] >= least) << j;
+            for (; found; found &= found - 1) {
+                const int id = id_of(part[half], __ffs(found) - 1);
+                if (id >= row.vocab) break;
+                const u64 rank = rank_of(load_logit(row, id), id);
+                if (rank < low) continue;
+                const int at = atomicAdd(&s.gathered, 1);
                 if (at < CANDIDATES) s.candidate[at] = rank;
             }
         }
@@ -254,10 +282,11 @@ DEVICE u64 goal_of(double share, u64 total) {
     return min(total, max(1ull, __double2ull_ru(share * (double)total)));
 }
 
-// How many of the first n sorted candidates it takes until their mass reaches the goal; 0 if it doesn't. A goal of 0 is
-// taken to be `share` of the mass of the n.
+// How many of the first n sorted candidates it takes until their mass reaches the goal, n if it doesn't; `share` of the
+// mass of the n if that is less.
 DEVICE int reach(Shared& s, const Weight& weight, int n, u64 goal, double share) {
     constexpr int OWN = CANDIDATES / ROW_THREADS;
+    if (threadIdx.x == 0) s.chosen = n;  // if they weigh nothing
     u64 own[OWN], mine = 0, total;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
@@ -265,8 +294,7 @@ DEVICE int reach(Shared& s, const Weight& weight, int n, u64 goal, double share)
         mine += own[i] = at < n ? fixed(weight(value_of_rank(s.candidate[at]))) : 0;
     }
     u64 before = exclusive_scan(s, mine, total);
-    if (!goal) goal = goal_of(share, total);
-    if (total < goal) return 0;
+    goal = min(goal, goal_of(share, total));
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         if (before < goal && goal <= before + own[i]) s.chosen = threadIdx.x * OWN + i + 1;
@@ -274,95 +302,5 @@ DEVICE int reach(Shared& s, const Weight& weight, int n, u64 goal, double share)
     }
     __syncthreads();
     return s.chosen;
-}
-
-// -- the search ------------------------------------------------------------------------------------------------------
-// Buckets of the ranks that are in question, and again buckets of the one bucket where the goal is reached, until so
-// few are left that they can be sorted. The first buckets are of equal width in x.
-
-DEVICE int distance(float x, float peak, float scale) { return (int)fminf((peak - x) * scale, BUCKETS - 1.0f); }
-
-// The least x, as order() gives it, that is in this bucket or a higher one.
-DEVICE u64 first_of_bucket(int bucket, float peak, float scale) {
-    u32 low = MINUS_INFINITY, high = order(peak);
-    while (low < high) {
-        u32 middle = low + (high - low) / 2;
-        if (distance(value(middle), peak, scale) <= bucket) high = middle;
-        else low = middle + 1;
-    }
-    return (u64)low << 32;
-}
-
-DEVICE void fill_buckets(Shared& s, const Row& row, const Weight& weight, u64 low, u64 high, int shift, float scale) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < BUCKETS; i += ROW_THREADS) s.bucket.count[i] = s.bucket.low[i] = s.bucket.high[i] = 0;
-    __syncthreads();
-    const float least = least_from(low);
-    for (int part = warp(); part < row.parts; part += WARPS) {
-        if (s.best[part] < low) continue;
-        float x[PER_LANE];
-        load_part(x, row, part);
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            if (x[j] < least) continue;
-            u64 rank = rank_of(x[j], id_of(part, j));
-            if (rank < low || rank > high || id_of(part, j) >= row.vocab) continue;
-            int bucket = shift < 0 ? distance(x[j], weight.peak, scale) : (int)(high - rank >> shift);
-            u64 own = fixed(weight(x[j]));
-            atomicAdd(&s.bucket.count[bucket], 1u);
-            u32 upper = (u32)(own >> 32);
-            if ((u32)own && atomicAdd(&s.bucket.low[bucket], (u32)own) + (u32)own < (u32)own) upper++;
-            if (upper) atomicAdd(&s.bucket.high[bucket], upper);
-        }
-    }
-    __syncthreads();
-}
-
-// The rank of the last of the first `count` that rank from low on, or, if count is 0, of the fewest that have `share`
-// of their mass; low itself if there are no more than count.
-DEVICE u64 search(Shared& s, const Row& row, const Weight& weight, u64 peak, u64 low, u64 count, double share) {
-    const u64 start = low;
-    const float scale = weight.high * (BUCKETS / 32 * 0.6931472f);
-    u64 high = peak, goal = count, ahead = 0;
-    int shift = -1;
-    do {
-        fill_buckets(s, row, weight, low, high, shift, scale);
-        u64 own[BUCKETS / ROW_THREADS], mine = 0, total;
-#pragma unroll
-        for (int i = 0; i < BUCKETS / ROW_THREADS; i++) {
-            int b = threadIdx.x * (BUCKETS / ROW_THREADS) + i;
-            own[i] = count ? s.bucket.count[b] : (u64)s.bucket.high[b] << 32 | s.bucket.low[b];
-            mine += own[i];
-        }
-        u64 before = ahead + exclusive_scan(s, mine, total);
-        if (shift < 0) {
-            if (count && total <= count) return start;
-            if (!count) goal = goal_of(share, total);
-        }
-#pragma unroll
-        for (int i = 0; i < BUCKETS / ROW_THREADS; i++) {
-            if (before < goal && goal <= before + own[i]) {
-                s.chosen = threadIdx.x * (BUCKETS / ROW_THREADS) + i;
-                s.ahead = before;
-                s.inside = s.bucket.count[s.chosen];
-            }
-            before += own[i];
-        }
-        __syncthreads();
-        ahead = s.ahead;
-        int bucket = s.chosen;
-        if (shift < 0) {
-            low = max(low, first_of_bucket(bucket, weight.peak, scale));
-            if (bucket) high = min(high, first_of_bucket(bucket - 1, weight.peak, scale) - 1);
-        } else {
-            high -= (u64)bucket << shift;
-            u64 width = (1ull << shift) - 1;
-            if (high - low > width) low = high - width;
-        }
-        shift = max(0, 64 - __clzll(high - low) - 10);
-    } while (s.inside > CANDIDATES);
-    int n = gather(s, row, low, high);
-    sort(s, n);
-    return s.candidate[(count ? (int)(goal - ahead) : reach(s, weight, n, goal - ahead, 1.0)) - 1];
 }
 #endif

@@ -10,6 +10,7 @@ struct Params {
     u64* best;                 // [rows, parts] ranks
     float* sums;               // [rows, parts] relative to the part's best
     u32* above;                // [rows, parts] of LOGPROBS
+    u32* counters;             // [rows, 2] to be zeroed for `sampling.cu`; not of LOGPROBS
     i64 row_stride;            // bytes
     int vocab, parts;
 };
@@ -19,8 +20,7 @@ extern "C" __global__ void __launch_bounds__(128) scan_logits(Params p) {
     if (part >= p.parts) return;
     const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts};
     const float temperature = LOGPROBS ? 1.0f : p.temperature ? p.temperature[at] : 0.0f;
-    float x[PER_LANE];
-    load_part(x, row, part);
+    const Part x(row, part);
     float top = x[0];
 #pragma unroll
     for (int j = 1; j < PER_LANE; j++) asm("max.NaN.f32 %0, %0, %1;" : "+f"(top) : "f"(x[j]));
@@ -35,7 +35,9 @@ extern "C" __global__ void __launch_bounds__(128) scan_logits(Params p) {
     const i64 index = (i64)at * p.parts + part;
     const bool first = threadIdx.x % 32 == 0;
     if (first) p.best[index] = (u64)best << 32 | ~id;
-#if LOGPROBS
+#if !LOGPROBS
+    if (part == 0 && threadIdx.x < 2) p.counters[at * 2 + threadIdx.x] = 0;
+#else
     const float own = load_logit(row, (int)min(max(p.token[at], 0ll), (i64)p.vocab - 1));
     u32 above = 0;
 #pragma unroll

@@ -2,7 +2,7 @@
 //
 // Macros: LOGITS.
 #define ROW_THREADS 512
-#include "sampling.cuh"
+#include "search.cuh"
 
 struct Params {
     const u8* logits;   // [rows, vocab]
@@ -21,7 +21,7 @@ struct Params {
 constexpr float LEAST = -9999.0f;  // stands for minus infinity and NaN
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) top_logprobs(Params p) {
-    __shared__ Shared s;
+    __shared__ __align__(16) Shared s;
     const int at = blockIdx.x;
     const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts};
     const u64 peak = load_best(s, p.best + (i64)at * p.parts, p.parts);
@@ -46,8 +46,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) top_logprobs(Params
     }
     if (p.count == 0) return;
     u64 low = p.count <= p.parts ? bound_of(s, p.parts, p.count, peak) : 0;
-    int n = gather(s, row, low, peak);
-    if (n > CANDIDATES) n = gather(s, row, search(s, row, weight, peak, 0, p.count, 1.0), peak);
+    int n = gather(s, row, low);
+    Team alone;
+    if (n > CANDIDATES) n = gather(s, row, search(s, row, weight, alone, 0, p.count, 0).low);
     sort(s, n);
     for (int i = threadIdx.x; i < p.count; i += ROW_THREADS) {
         u64 rank = s.candidate[i];

@@ -26,6 +26,8 @@ def ops(logits: Tensor) -> Sampling:
     found._best.fill_(-1)
     found._sums.fill_(NAN)
     found._above.fill_(-1)
+    found._counters.fill_(-1)
+    found._scratch.fill_(-1)
     return found
 
 
@@ -71,9 +73,9 @@ def float64_borders(
     return kept, after / after[-1], (after - weight[kept]) / after[-1], doubtful
 
 
-def check_draw(logits: Tensor, uniform: Tensor, **parameters: Any) -> int:
+def check_draw(logits: Tensor, uniform: Tensor, tokens: Tensor | None = None, **parameters: Any) -> int:
     """All tokens are those of float64, but for draws within rounding of a border, whose number is returned."""
-    tokens = draw(logits, uniform, **parameters)
+    tokens = draw(logits, uniform, **parameters) if tokens is None else tokens
     near = 0
     for x, u, token in zip(logits, uniform.tolist(), tokens.tolist(), strict=True):
         kept, after, before, doubtful = float64_borders(x, **parameters)
@@ -128,6 +130,67 @@ def test_draws_are_those_of_float64(vocab: int, parameters: dict[str, Any]) -> N
         near += check_draw(logits, uniform, **parameters)
         total += rows
     assert near <= max(2, total // 12), f"{near} of {total} within rounding"
+
+
+def shapes(rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
+    """Rows of all kinds: flat, narrow around an offset, few values, two levels, one, mostly -inf, peaked, far apart."""
+    x = torch.randn(rows, vocab, device=CUDA)
+    rank = torch.arange(vocab, device=CUDA)
+    kinds = [
+        lambda x: x,
+        lambda x: 20 + x / 2,
+        lambda x: x * 0.01 - 7,
+        lambda x: (x * 2).round(),
+        lambda x: torch.where(x > 2, 9.0, -1.5),
+        lambda x: torch.zeros_like(x),
+        lambda x: torch.where(rank % 37 == 5, x, -INF),
+        lambda x: x * 6,
+        lambda x: torch.where(rank == 77, 30.0, x + 14),
+        lambda x: x * 40,
+        lambda x: -rank / vocab,
+    ]
+    return torch.stack([kinds[i % len(kinds)](x[i]) for i in range(rows)]).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"top_p": 0.9},
+        {"top_p": 0.999, "temperature": 1.7},
+        {"top_p": 1 - 2**-24},
+        {"top_p": 0.5, "temperature": 100.0},
+        {"top_p": 0.8, "min_p": 0.01},
+        {"min_p": 0.3},
+        {"min_p": 1e-20, "top_p": 0.95},
+        {"top_k": 2000},
+        {"top_k": 120_000, "top_p": 0.7, "min_p": 1e-9},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [3, 22, 150, 290])  # of eight, eight, one or two, and one block each
+def test_any_distribution_any_number_of_blocks(rows: int, parameters: dict[str, Any]) -> None:
+    torch.manual_seed(rows)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = shapes(rows, 151_936, dtype)
+        uniform = torch.rand(rows, dtype=torch.float64, device=CUDA)
+        tokens = draw(logits, uniform, **parameters)
+        assert torch.equal(tokens, draw(logits, uniform, **parameters))
+        assert torch.equal(tokens[-2:], draw(logits[-2:], uniform[-2:], **parameters))
+        some = slice(0, 11) if rows < 150 else slice(7, 18)
+        near = check_draw(logits[some], uniform[some], **parameters, tokens=tokens[some])
+        assert near <= 2, near
+
+
+def test_all_of_a_nucleus_can_be_drawn_and_nothing_else() -> None:
+    """Sorted logits: the nucleus is a run of ids, of which the uniform numbers near 0 and 1 draw the ends."""
+    vocab = 151_936
+    x = (-torch.arange(vocab, device=CUDA) * 1e-4).repeat(2, 1)
+    mass = x[0].double().exp().cumsum(0)
+    for top_p in (0.001, 0.37, 0.9, 0.9999):
+        last = int(torch.searchsorted(mass, float(torch.tensor(top_p)) * mass[-1]))
+        ends = draw(x, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64, device=CUDA), top_p=top_p)
+        assert int(ends[0]) == 0
+        assert abs(int(ends[1]) - last) <= NEAR * float(mass[-1] / x[0, last].double().exp()) + 1
 
 
 def test_draws_are_those_of_the_torch_twin() -> None:
