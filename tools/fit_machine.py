@@ -1,7 +1,8 @@
 """A cost model of the machine that an engine ran on, fitted to a record of it (`--record`).
 
 A step's time is from its plan to the next one's, if that followed at once: so what the loop does beside the model is in
-it. A step counts by the inverse of its time, so that sums come out right and long steps don't decide alone.
+it. A step counts by the inverse of the time that is expected of it: so the sum of all comes out right, however they
+scatter, and long steps don't decide alone.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from engine_core.recorder import CopiesLanded, Planned
 from tools.replay import BadRecord, open_record
 from tools.virtual_engine import Machine
 
+ROUNDS = 8  # until expected times settle
+SHORTEST = 1e-6  # seconds; copies without a model take none
 Array = NDArray[np.float64]
 KNOTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # decode rows where the curve may bend
 
@@ -35,7 +38,7 @@ class Samples:
 
 
 def amounts(plan: StepPlan) -> list[float]:
-    """A step's decode rows, prefill tokens, context tokens of decode rows, and (prefill tokens x tokens before them)."""
+    """Decode rows, prefill tokens, context tokens of decode rows, and (prefill tokens x tokens before them)."""
     counts = [(row.start, len(row.tokens)) for row in plan.prefills]
     return [
         float(len(plan.decodes)),
@@ -99,12 +102,17 @@ def fit(samples: Samples) -> Machine:
 
 def _solve(features: Array, seconds: Array) -> list[float]:
     """Costs that are not negative: the most negative one is left out until there is none."""
-    weights = 1 / np.sqrt(np.maximum(seconds, 1e-6))
-    costs, used = np.zeros(features.shape[1]), np.flatnonzero(features.any(0))
+    used = np.flatnonzero(features.any(0))
     while len(used):
-        found = np.linalg.lstsq(features[:, used] * weights[:, None], seconds * weights)[0]
+        expected = np.full(len(seconds), seconds.mean())
+        for _ in range(ROUNDS):
+            weights = 1 / np.sqrt(np.maximum(expected, SHORTEST))
+            found = np.linalg.lstsq(features[:, used] * weights[:, None], seconds * weights)[0]
+            expected = features[:, used] @ found
         if found.min() >= 0:
-            costs[used] = found
             break
         used = np.delete(used, found.argmin())
+    costs = np.zeros(features.shape[1])
+    if len(used):
+        costs[used] = found
     return [float(cost) for cost in costs]

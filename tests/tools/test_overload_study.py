@@ -1,6 +1,7 @@
 """A machine is found again in a record of it, and the study compares like with like."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from engine_core.recorder import Recorder, RecordingScheduler
 from engine_core.swap import SwapPolicy
 from tools import overload_study
-from tools.fit_machine import fit, read_samples
+from tools.fit_machine import Samples, fit, read_samples
 from tools.traces import TraceRequest
 from tools.virtual_engine import EOS, Machine, VirtualEngine, capacity_of
 
@@ -37,6 +38,19 @@ def test_a_record_gives_the_machine(tmp_path: Path) -> None:
         assert found._decode_seconds(rows) == pytest.approx(MACHINE._decode_seconds(rows), rel=0.02)
     assert (found.latency, found.bandwidth) == pytest.approx((MACHINE.latency, MACHINE.bandwidth), rel=0.02)
     assert (found.block_bytes, found.max_running) == (MACHINE.block_bytes, MACHINE.max_running)
+
+
+def test_steps_that_scatter_come_out_right_in_sum() -> None:
+    """On a busy machine a step may take a multiple; weights by what was measured would expect the harmonic mean."""
+    draw, samples = random.Random(1), Samples(capacity_of(MACHINE, 100, 512))
+    for number in range(4000):
+        rows, tokens = number % 20, 40.0 * (number % 3 == 0)
+        scatter = draw.choice((0.6, 0.8, 1.6))
+        seconds = MACHINE._decode_seconds(rows) + MACHINE.token * tokens
+        samples.steps.append(([float(rows), tokens, 0.0, 0.0], seconds * scatter))
+    found = fit(samples)
+    expected = [found._decode_seconds(int(rows)) + found.token * tokens for (rows, tokens, *_), _ in samples.steps]
+    assert sum(expected) == pytest.approx(sum(seconds for _, seconds in samples.steps), rel=1e-3)
 
 
 def test_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
