@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_core.batch import Batch
+from engine_core.device import give_back_memory
 from engine_core.model.config import ModelConfig, RopeConfig
 from engine_core.model.quantized import LinearMaker
 from engine_core.model.rope import rope_frequencies, rope_table
@@ -122,6 +123,7 @@ class Decoder:
         numbers = range(config.num_layers)
         _side_by_side([ends, *(partial(add, number) for number in numbers)], make.device)
         self.layers = [layers[number] for number in numbers]
+        give_back_memory()  # or what layers left behind adds to the head's own peak
         self.head = make.head(heads.pop(), partial(_side_by_side, device=make.device))
 
     def forward(self, batch: Batch, kv: PagedKV) -> Tensor:

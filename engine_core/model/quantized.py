@@ -26,7 +26,7 @@ from protocol.errors import StartupError
 # Rows up to which a form beats dense bfloat16 (tools/bench_linear.py on Zen 5; AMX moves int8's to 1)
 _FEW_ROWS = {"int8": 2, "int4": 4}
 _FEW_HEAD_ROWS = 8  # the same for the head in int8
-_HEAD_PART = 16 << 10  # rows
+_HEAD_PART = 12 << 10  # rows
 
 
 Form = tuple[tuple[int, ...], int]  # shape of a weight, and its group size if the file has 4 bits of it; else 0
