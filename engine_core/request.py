@@ -86,6 +86,7 @@ class Request:
     prompt_logprobs: list[TopLogprobs] = field(default_factory=list)  # of the prompt's second token and on
     announced: bool = False  # its detokenizer has been told
     sequence: int = 0  # order of arrival, given by the scheduler
+    due: float = 0.0  # its place in order: its arrival, and the time in which it lets shorter ones pass
 
     swaps: int = 0  # how often it was swapped out
     recomputes: int = 0  # how often its KV was dropped

@@ -224,6 +224,6 @@ class Residency:
             assert request.computed <= len(request.table) * self._block_size
 
 
-def in_order(request: Request) -> tuple[int, int]:
-    """Sort key: by priority, then by age."""
-    return request.priority, request.sequence
+def in_order(request: Request) -> tuple[int, float, int]:
+    """Sort key: by priority, then by age and length."""
+    return request.priority, request.due, request.sequence

@@ -9,7 +9,8 @@ Each step has a decode row for every decoding request (at most `max_running`) an
 
 A request comes in when there is a place for the blocks of all its known tokens, and gets them at once: a prefill never
 stops half-way for want of blocks, and two half-admitted prompts can't wait for each other. First come those that were
-preempted (`paused`), then newcomers (`waiting`), each by priority and age. Only decode rows may find the pool empty.
+preempted (`paused`), then newcomers (`waiting`), each by priority and age; a long prompt lets shorter ones pass that come
+soon after it. Only decode rows may find the pool empty.
 
 Preemption (residency.py) frees places when copies have landed. Nobody waits for that: a row without a place is left
 out of the step. With swapping, requests also take turns (swap.py): newcomers and those that have been silent for too
@@ -77,6 +78,8 @@ class Scheduler:
         assert request.id not in self.requests, "a request id was used twice"
         self._arrivals += 1
         request.sequence = self._arrivals
+        rate = self.rates.prefill
+        request.due = request.arrival + (self.policy.yielding * request.known / rate if rate else 0.0)
         self.requests[request.id] = request
         insort(self.waiting, request, key=in_order)
         self.waiting_tokens += request.known
@@ -134,7 +137,7 @@ class Scheduler:
         paused = [request for request in self.paused if request.state is not State.SWAPPING_OUT]
         newcomers = self.waiting[: self.capacity.max_running]
         for request in heapq.merge(sorted(paused, key=self._turn), newcomers, key=self._turn):
-            priority, rank, _ = self._turn(request)
+            priority, rank, *_ = self._turn(request)
             is_behind = priority == refused and rank < NEWCOMER
             if (is_behind or rank == RESTING) and self.running and not self._has_place(promised + 1):
                 continue
@@ -171,7 +174,7 @@ class Scheduler:
 
         The next, too, so that blocks of a known prefix have time to arrive from the host pool.
         """
-        ahead = [r for r in self.running if r.state is not State.DECODE and r.priority <= request.priority]
+        ahead = [r for r in self.running if r.state is not State.DECODE and in_order(r) < in_order(request)]
         return sum(other.known - other.computed for other in ahead) >= 2 * self.capacity.prefill_chunk_tokens
 
     def _has_place(self, needed: int) -> bool:
@@ -218,7 +221,7 @@ class Scheduler:
         overdue = (other for other in self.paused if is_overdue(other, self.policy, self.now))
         return not is_full and all(other.priority > request.priority for other in overdue)
 
-    def _turn(self, request: Request) -> tuple[int, int, float]:
+    def _turn(self, request: Request) -> tuple[int, int, float, int]:
         return resume_key(request, self.policy, self.now)
 
     def _count_newcomer(self, request: Request) -> None:

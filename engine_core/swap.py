@@ -16,6 +16,7 @@ class SwapPolicy:
     preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
     max_pause: float = 0.25  # a request silent for longer may displace others
     pause_steps: int = 4  # but not before so many of the longest steps: turns of a step would be copies only
+    yielding: float = 8.0  # a request lets those pass that come within so many times what its prefill takes, if shorter
     patience: float = 4.0  # pauses after which nobody comes in any more before one that asks for room in vain
     min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again; a quarter if slow
     min_interval: float = 0.25  # between two preemptions of a request
@@ -61,15 +62,15 @@ def is_overdue(request: Request, policy: SwapPolicy, now: float, pauses: float =
     return now - request.last_active > pauses * policy.max_pause
 
 
-def resume_key(request: Request, policy: SwapPolicy, now: float) -> tuple[int, int, float]:
+def resume_key(request: Request, policy: SwapPolicy, now: float) -> tuple[int, int, float, int]:
     """Sort key of those who want in: those that room is made for, the overdue, others that have run, newcomers."""
     if request.is_promised:
-        return request.priority, PROMISED, request.sequence
+        return request.priority, PROMISED, request.due, request.sequence
     if request.cached_tokens < 0:
-        return request.priority, NEWCOMER, request.sequence
+        return request.priority, NEWCOMER, request.due, request.sequence
     if is_overdue(request, policy, now):
-        return request.priority, OVERDUE, request.last_active
-    return request.priority, RESTING, request.sequence
+        return request.priority, OVERDUE, request.last_active, request.sequence
+    return request.priority, RESTING, request.due, request.sequence
 
 
 def is_protected(request: Request, policy: SwapPolicy, now: float) -> bool:
@@ -121,8 +122,8 @@ def _may_leave(request: Request) -> bool:
     return request.state in (State.PREFILL, State.DECODE) and not request.is_complete
 
 
-def _last_first(request: Request) -> tuple[int, int]:
-    return -request.priority, -request.sequence
+def _last_first(request: Request) -> tuple[int, float, int]:
+    return -request.priority, -request.due, -request.sequence
 
 
 def _idle_first(request: Request) -> tuple[float, float, int]:

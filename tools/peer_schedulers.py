@@ -12,7 +12,7 @@ from engine_core.residency import Residency
 from engine_core.scheduler import Scheduler
 from engine_core.swap import SwapPolicy
 
-RECOMPUTE = SwapPolicy("recompute")
+RECOMPUTE = SwapPolicy("recompute", yielding=0.0)
 
 
 class RecomputeLast(Scheduler):
@@ -64,7 +64,7 @@ class WholeSlotSwap(Scheduler):
     """
 
     waits = True
-    POLICY = SwapPolicy("swap", max_pause=1e9, overcommit=0.0, lookahead=0)
+    POLICY = SwapPolicy("swap", max_pause=1e9, yielding=0.0, overcommit=0.0, lookahead=0)
 
     def __init__(self, capacity: Capacity, eos: list[int], policy: SwapPolicy) -> None:
         super().__init__(capacity, eos, policy, WholeSlotResidency)

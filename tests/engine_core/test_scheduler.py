@@ -292,6 +292,28 @@ def test_equal_priority_is_first_come_first_served() -> None:
     assert ended == [request.id for request in requests]
 
 
+def test_a_long_prompt_lets_shorter_ones_pass_that_come_soon_after_it() -> None:
+    scheduler = make_scheduler(num_blocks=2000, prefill_chunk_tokens=16, policy=SwapPolicy(yielding=8.0))
+    scheduler.rates.learn("prefill", 100, 1.0)  # tokens per second: a prompt of 100 yields for 8 s
+    engine = FakeEngine(scheduler)
+    running, waiting = (make_request(scheduler, [token] * 100, arrival=0.0) for token in (1, 2))
+    for request in (running, waiting):
+        scheduler.add(request)
+    engine.step()
+    soon = make_request(scheduler, [3] * 10, max_tokens=2, arrival=7.0)
+    late = make_request(scheduler, [4] * 10, max_tokens=2, arrival=7.9)
+    urgent = make_request(scheduler, [5] * 40, max_tokens=2, arrival=9.0, priority=-1)
+    for request in (late, soon, urgent):
+        scheduler.add(request)
+    assert scheduler.waiting == [urgent, soon, waiting, late]
+    plan = scheduler.schedule(9.0)
+    assert [row.request_id for row in plan.prefills] == [urgent.id], "it has the step's whole budget"
+    scheduler.commit(plan, engine.compute(plan), 9.0)
+    ended = [o.request for outcomes in engine.run_to_end() for o in outcomes if o.finish]
+    assert ended[:2] == [urgent, soon], "in mid-prompt, too, the shorter one passes"
+    assert ended.index(late) > ended.index(running)
+
+
 def test_eos_and_stop_tokens_end_a_request_unless_ignored() -> None:
     for sampling, finish in (
         (SamplingParams(), Finish.STOP),
