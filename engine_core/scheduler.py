@@ -9,8 +9,8 @@ Each step has a decode row for every decoding request (at most `max_running`) an
 
 A request comes in when there is a place for the blocks of all its known tokens, and gets them at once: a prefill never
 stops half-way for want of blocks, and two half-admitted prompts can't wait for each other. First come those that were
-preempted (`paused`), then newcomers (`waiting`), each by priority and age; a long prompt lets shorter ones pass that come
-soon after it. Only decode rows may find the pool empty.
+preempted (`paused`), then newcomers (`waiting`), each by priority and age; a long prompt lets shorter ones pass that
+come soon after it. Only decode rows may find the pool empty.
 
 Preemption (residency.py) frees places when copies have landed. Nobody waits for that: a row without a place is left
 out of the step. With swapping, requests also take turns (swap.py): newcomers and those that have been silent for too

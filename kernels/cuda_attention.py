@@ -77,10 +77,7 @@ class WriteKV:
                     raise KernelError(f"{name} must be 16-byte aligned")
         if tokens == 0:
             return
-        # Few tokens: spread groups of heads over warps. Many: a warp keeps its cosines for several groups.
-        lanes = 4 if width <= 64 else 8 if width <= 128 else 16
-        groups = -(-qkv.shape[1] * lanes // 32)
-        per_warp = 1 if tokens * groups <= 4096 else -(-groups // -(-groups // 5))
+        groups, per_warp = self._split(tokens, qkv.shape[1])
         self._kernel(
             (-(-tokens // 4), -(-groups // per_warp), 1),
             qkv.data_ptr(),
@@ -100,6 +97,13 @@ class WriteKV:
             per_warp,
             norm_eps,
         )
+
+    def _split(self, tokens: int, heads: int) -> tuple[int, int]:
+        """Groups of heads that lie in a warp at once, and how many of them a warp takes, one after the other."""
+        lanes = 4 if self._head_dim <= 64 else 8 if self._head_dim <= 128 else 16
+        groups = -(-heads * lanes // 32)
+        # Few tokens: spread the groups over warps. Many: a warp keeps its cosines for several.
+        return groups, 1 if tokens * groups <= 4096 else -(-groups // -(-groups // 5))
 
 
 class DecodeAttention:
