@@ -62,9 +62,8 @@ class Sampling:
         self._scan = kernel(_variant("scan_logits.cu", dtype, 0), "7Pq2i", 128, index)
         self._scan_logprobs = kernel(_variant("scan_logits.cu", dtype, 1), "7Pq2i", 128, index)
         self._sample = kernel(_variant("sampling.cu", dtype), "15Pq2i", _ROW_THREADS, index)
-        # Blocks that share a row wait for each other, so all of them must be resident.
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._blocks = self._sample.blocks_per_multiprocessor() * processors
+        # Blocks that share a row wait for each other, so all of them must be resident: one on each multiprocessor.
+        self._blocks: int = torch.cuda.get_device_properties(device).multi_processor_count
         self._scratch = torch.empty((self._blocks, 2, 1024), dtype=torch.int64, device=device)
         self._logprobs = kernel(_variant("top_logprobs.cu", dtype), "9Pq3i", _ROW_THREADS, index)
 

@@ -167,7 +167,7 @@ def shapes(rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("rows", [3, 22, 150, 290])  # of eight, eight, one or two, and one block each
+@pytest.mark.parametrize("rows", [3, 22, 60, 290])  # on 132 multiprocessors of 8, 6, 2 blocks, and of one
 def test_any_distribution_any_number_of_blocks(rows: int, parameters: dict[str, Any]) -> None:
     torch.manual_seed(rows)
     for dtype in (torch.bfloat16, torch.float32):
@@ -176,7 +176,7 @@ def test_any_distribution_any_number_of_blocks(rows: int, parameters: dict[str, 
         tokens = draw(logits, uniform, **parameters)
         assert torch.equal(tokens, draw(logits, uniform, **parameters))
         assert torch.equal(tokens[-2:], draw(logits[-2:], uniform[-2:], **parameters))
-        some = slice(0, 11) if rows < 150 else slice(7, 18)
+        some = slice(0, 11) if rows < 60 else slice(7, 18)
         near = check_draw(logits[some], uniform[some], **parameters, tokens=tokens[some])
         assert near <= 2, near
 
