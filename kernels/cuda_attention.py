@@ -66,9 +66,7 @@ class WriteKV:
         if cos_sin.dtype != torch.float32 or cos_sin.shape[1:] != (width,) or not cos_sin.is_contiguous():
             raise KernelError(f"cos_sin: {cos_sin.dtype} {tuple(cos_sin.shape)}; wanted float32 [positions, {width}]")
         if len(query_out) < tokens or not cos_sin.is_cuda or cos_sin.data_ptr() % 16:
-            raise KernelError(
-                f"query_out of {len(query_out)} for {tokens} tokens, or cos_sin: {cos_sin.device}, unaligned"
-            )
+            raise KernelError(f"query_out of {len(query_out)} for {tokens}; or cos_sin: {cos_sin.device}, unaligned")
         extras = (("bias", bias, qkv.shape[1] * width), ("q_norm", q_norm, width), ("k_norm", k_norm, width))
         for name, x, size in extras:
             if x is not None:
