@@ -260,6 +260,8 @@ def from_gguf(file: GGUFFile) -> ModelConfig:
         config = (_gemma3_from_gguf if architecture == "gemma3" else _from_gguf)(file, architecture, keys)
     except KeyError as error:
         raise StartupError(f"{file.path}: lacks {error}") from error
+    except (TypeError, ArithmeticError) as error:
+        raise StartupError(f"{file.path}: {error}") from error
     left = {key: value for key, value in keys.items() if value not in (0, False)}
     if left:
         key, value = next(iter(left.items()))

@@ -52,7 +52,8 @@ class GGUFFile:
 
     def array_length(self, key: str) -> int:
         """Elements of a metadata array; 0 if there is none."""
-        return self.skipped.get(key) or len(self.metadata.get(key, ()))
+        found = self.metadata.get(key)
+        return self.skipped.get(key, len(found) if isinstance(found, list) else 0)
 
     def _read_header(self) -> None:
         magic, version, tensor_count, pair_count = self._take("<4sIQQ")
@@ -69,10 +70,14 @@ class GGUFFile:
                 self.metadata[key] = value
         entries = [self._tensor_entry() for _ in range(tensor_count)]
         alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment}")
         start = -(-self._at // alignment) * alignment
         self.tensors: dict[str, GGUFTensor] = {}
         for name, kind, shape, offset in entries:
             block, size = GGML_QUANT_SIZES[kind]
+            if shape and shape[-1] % block:
+                raise ValueError(f"tensor {name} has rows of {shape[-1]}, not of whole blocks")
             nbytes = math.prod(shape) // block * size
             if start + offset + nbytes > len(self._map):
                 raise ValueError(f"tensor {name} ends beyond the file: is the download complete?")

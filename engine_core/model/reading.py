@@ -1,5 +1,6 @@
 """Bytes of a model's files: asked for ahead of time, and read straight to where they belong."""
 
+import math
 import os
 import weakref
 from collections import deque
@@ -111,7 +112,7 @@ class Stored:
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        return self.dtype.itemsize * math.prod(self.shape)
 
     def will_need(self) -> None:
         """See `ModelFile`."""

@@ -54,13 +54,17 @@ class GGUFWeights:
         self.shapes = {ours: file.tensors[theirs].shape for ours, theirs in self._names.items()}
         self.total_bytes = sum(file.tensors[name].nbytes for name in self._names.values())
         for tensor in file.tensors.values():
-            if tensor.kind.name not in _TYPES:
+            if tensor.kind.name not in _TYPES or (len(tensor.shape) < 2 and tensor.kind not in _FLOATS):
                 raise StartupError(f"{file.path}: {tensor.name} has type {tensor.kind.name}, which is not supported")
 
     @property
     def rope_divisors(self) -> Tensor | None:
-        """float32 `[head_dim / 2]`, if the file brings them."""
-        return self._stored(ROPE_DIVISORS).read() if ROPE_DIVISORS in self._file.tensors else None
+        """`[head_dim / 2]`, if the file brings them. Raises StartupError."""
+        if ROPE_DIVISORS not in self._file.tensors:
+            return None
+        if (shape := self._file.tensors[ROPE_DIVISORS].shape) != (self._config.head_dim // 2,):
+            raise StartupError(f"{ROPE_DIVISORS} is {shape}, and head_dim is {self._config.head_dim}")
+        return self._stored(ROPE_DIVISORS).read()
 
     def dense(self, name: str) -> Tensor:  # noqa: D102
         kind = self._file.tensors[self._names[name]].kind

@@ -61,7 +61,7 @@ class SafetensorsWeights:
         for name, parts in self._packed.items():
             try:
                 self._check_packed(name, parts)
-            except (ValueError, IndexError) as error:
+            except (ValueError, IndexError, TypeError) as error:
                 raise StartupError(f"the 4-bit weight {name} has parts of the wrong shape: {error}") from error
         self._drop_empty_biases(expected_shapes(config))
         self.total_bytes = sum(map(self.bytes_of, self.shapes))
@@ -131,11 +131,12 @@ class SafetensorsWeights:
         """Find shape and group size of a 4-bit weight. Its data is checked when it is read."""
         assert self._quantization is not None
         method = self._quantization.method
-        if missing := [part for part in _PARTS[method][0].split() if part not in parts]:
+        wanted = (*_PARTS[method][0].split(), *parts)
+        if missing := [part for part in wanted if part not in parts or not parts[part].nbytes]:
             raise StartupError(f"the 4-bit weight {name} lacks {missing[0]}")
         scales = parts["weight_scale" if method == "compressed-tensors" else "scales"].shape
         if method == "compressed-tensors":
-            rows, columns = parts["weight_shape"].read().tolist()
+            rows, columns = map(int, parts["weight_shape"].read().tolist())
             groups = scales[-1]
         else:
             wide, high = parts["qweight"].shape
@@ -143,9 +144,9 @@ class SafetensorsWeights:
             groups = scales[0]
         size = columns // max(groups, 1)
         if size * groups != columns or not self._quantization.allows(size, columns):
-            wanted = ", ".join(map(str, sorted(self._quantization.group_sizes)))
+            sizes = ", ".join(map(str, sorted(self._quantization.group_sizes)))
             raise StartupError(
-                f"{name} has {groups} groups in {columns} input features; its config says {wanted} a group"
+                f"{name} has {groups} groups in {columns} input features; its config says {sizes} a group"
             )
         self._group_sizes[name], self.shapes[name] = size, (rows, columns)
 
@@ -172,7 +173,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         files: dict[Path, set[str]] = {}
         for name, file in places.items():
             files.setdefault(folder / Path(file).name, set()).add(name)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise StartupError(f"can't read {index}: {type(error).__name__}: {error}") from error
     return files
 

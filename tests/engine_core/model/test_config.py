@@ -232,11 +232,15 @@ def test_an_array_longer_than_any_offset(tmp_path: Path) -> None:
         GGUFFile(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("alignment", [0, "eight"])
-def test_alignments_that_are_none(tmp_path: Path, alignment: int | str) -> None:
+@pytest.mark.parametrize("alignment", [0, 32.0, "eight"])
+def test_alignments_that_are_none(tmp_path: Path, alignment: float | str) -> None:
     content = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
     content += struct.pack("<Q", 17) + b"general.alignment"
-    value = struct.pack("<II", 4, 0) if alignment == 0 else struct.pack("<IQ", 8, 5) + b"eight"
-    (tmp_path / "m.gguf").write_bytes(content + value)
+    values = {
+        0: struct.pack("<II", 4, 0),
+        32.0: struct.pack("<If", 6, 32.0),
+        "eight": struct.pack("<IQ", 8, 5) + b"eight",
+    }
+    (tmp_path / "m.gguf").write_bytes(content + values[alignment])
     with pytest.raises(StartupError, match="not a readable GGUF"):
         GGUFFile(tmp_path / "m.gguf")

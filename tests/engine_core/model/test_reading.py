@@ -91,6 +91,8 @@ def entry(**changes: object) -> object:
         (header(entry(shape=[3]), bytes(12)), "has 8 bytes, 12 expected"),
         (header(entry(data_offsets=[-4, 4]), bytes(8)), "has the shape"),
         (header(entry(), bytes(7)), "is the download complete"),
+        (header(entry(shape=[1 << 40, 1 << 40], data_offsets=[0, 0])), "has the shape"),  # 2^80 is 0 in 64 bits
+        (header(entry(shape=[0, 1 << 62, 1 << 62], data_offsets=[0, 0])), "has the shape"),
     ],
 )
 def test_damaged_safetensors(tmp_path: Path, content: bytes, message: str) -> None:

@@ -132,7 +132,7 @@ def test_names_and_places_of_old_checkpoints(folder: Path) -> None:
         ("qzeros", None, r"layers\.0\.up lacks qzeros"),
         ("scales", torch.zeros(3, 96), "3 groups in 64 input features; its config says 32"),
         ("scales", torch.zeros(1, 96), "1 groups in 64 input features; its config says 32"),
-        ("scales", torch.zeros(0, 96), "0 groups"),
+        ("scales", torch.zeros(0, 96), r"layers\.0\.up lacks scales"),
         ("scales", torch.zeros(()), r"layers\.0\.up has parts of the wrong shape"),
         ("qweight", torch.zeros(8, dtype=torch.int32), r"layers\.0\.up has parts of the wrong shape"),
         ("qweight", torch.zeros(8, 96, dtype=torch.int16), "type I16"),
@@ -156,6 +156,23 @@ def test_wrong_data_is_named(folder: Path, name: str, tensor: torch.Tensor, mess
     change(folder, {f"model.layers.1.mlp.gate_proj.{name}": tensor})
     with pytest.raises(StartupError, match=message):
         open_runner(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "message"),
+    [
+        ("weight_shape", torch.tensor(96), "parts of the wrong shape"),
+        ("weight_shape", torch.tensor([[96], [64]]), "parts of the wrong shape"),
+        ("weight_zero_point", torch.zeros(0, 2, dtype=torch.int32), "lacks weight_zero_point"),
+    ],
+)
+def test_wrong_parts_of_compressed_tensors_are_named(
+    oracle: Callable[[str], Oracle], tmp_path: Path, part: str, tensor: torch.Tensor, message: str
+) -> None:
+    write_w4(oracle("llama").model, tmp_path, Format(CT, 32))
+    change(tmp_path, {f"model.layers.0.mlp.up_proj.{part}": tensor})
+    with pytest.raises(StartupError, match=message):
+        open_folder(tmp_path)
 
 
 def test_products_beyond_float16_end_the_request(folder: Path) -> None:

@@ -1,8 +1,10 @@
 """Checkpoints: tied or not, sharded or not, damaged, and tensors that don't belong."""
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -136,3 +138,32 @@ def test_unsupported_gguf_type_is_named(tmp_path: Path) -> None:
     config = ModelConfig("qwen2", 8, 256, 6, 1, 1, 1, 256, 1e-5, 8, RopeConfig(), (0,))
     with pytest.raises(StartupError, match="IQ2_XXS"):
         GGUFWeights(GGUFFile(tmp_path / "m.gguf"), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "kind", "message"),
+    [
+        ("blk.0.attn_norm.weight", np.zeros(18, np.uint8), Kind.Q4_0, "has type Q4_0, which is not supported"),
+        ("rope_freqs.weight", np.ones(7, np.float32), Kind.F32, r"is \(7,\), and head_dim is 256"),
+    ],
+)
+def test_vectors_that_make_no_sense(tmp_path: Path, name: str, raw: Any, kind: Kind, message: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = ModelConfig("qwen2", 8, 256, 6, 1, 1, 1, 256, 1e-5, 8, RopeConfig(), (0,))
+    with pytest.raises(StartupError, match=message):
+        _ = GGUFWeights(GGUFFile(tmp_path / "m.gguf"), config).rope_divisors
+
+
+def test_rows_of_whole_blocks_alone(tmp_path: Path) -> None:
+    """In all, these two rows have as many elements as three blocks."""
+    name = b"blk.0.ffn_up.weight"
+    content = struct.pack("<4sIQQ", b"GGUF", 3, 1, 0) + struct.pack("<Q", len(name)) + name
+    content += struct.pack("<IQQIQ", 2, 48, 2, Kind.Q4_0, 0)
+    (tmp_path / "m.gguf").write_bytes(content + bytes(200))
+    with pytest.raises(StartupError, match="has rows of 48"):
+        GGUFFile(tmp_path / "m.gguf")
