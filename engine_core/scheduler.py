@@ -17,7 +17,6 @@ out of the step. With swapping, requests also take turns (swap.py): newcomers an
 long displace the ones that have been idle or in for longest.
 """
 
-import heapq
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -136,7 +135,7 @@ class Scheduler:
         refused: int | None = None  # the priority of one that asked for room in vain: nobody makes room behind its back
         paused = [request for request in self.paused if request.state is not State.SWAPPING_OUT]
         newcomers = self.waiting[: self.capacity.max_running]
-        for request in heapq.merge(sorted(paused, key=self._turn), newcomers, key=self._turn):
+        for request in sorted([*paused, *newcomers], key=self._turn):
             priority, rank, *_ = self._turn(request)
             is_behind = priority == refused and rank < NEWCOMER
             if (is_behind or rank == RESTING) and self.running and not self._has_place(promised + 1):

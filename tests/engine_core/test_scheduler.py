@@ -314,6 +314,22 @@ def test_a_long_prompt_lets_shorter_ones_pass_that_come_soon_after_it() -> None:
     assert ended.index(late) > ended.index(running)
 
 
+def test_room_made_for_a_newcomer_is_not_taken_by_a_shorter_one_that_passes_it() -> None:
+    policy = SwapPolicy("swap", max_pause=10.0, min_interval=0.0, min_tokens=1, overcommit=10.0)
+    scheduler = make_scheduler(num_blocks=20, host_blocks=200, policy=policy, prefill_chunk_tokens=64)
+    engine = FakeEngine(scheduler, delay=lambda: 6)
+    running = [engine.add([token] * 20, 60) for token in (1, 2)]
+    for _ in range(12):
+        engine.step()
+    long = engine.add([3] * 36)
+    engine.step()
+    assert long.is_promised and sum(request.swaps for request in running) == 1
+    short = engine.add([4] * 16)
+    assert scheduler.waiting == [short, long]
+    engine.step_until(long, State.DECODE)
+    assert short.state is State.WAITING
+
+
 def test_eos_and_stop_tokens_end_a_request_unless_ignored() -> None:
     for sampling, finish in (
         (SamplingParams(), Finish.STOP),
