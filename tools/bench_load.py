@@ -9,7 +9,7 @@ afterwards. bf16 is in shards, w4 too (compressed-tensors, groups of 128), q8_0 
 * **read**: all files in turn, 8 MiB at a time into one buffer.
 * **load**: `open_model` and `load_decoder` in a process of its own, to the last copy; not Python's start, nor CUDA's.
 * **cold**: after POSIX_FADV_DONTNEED on every file; `cached` is what the system still had of them then. warm: after a
-  read. Of `--iterations`, in turn, the least counts.
+  read. Of `--iterations`, in turn, the least counts; of `cached` and `extra` the most.
 * **extra**: peak of anonymous and shared resident memory, every 5 ms, beyond what is left once the model is loaded: on
   a GPU, beyond what there was before. Mapped files don't count, nor do the 32 MiB that are pinned for copies.
 * **ready**, **first**: seconds from `pagetide serve`, cold, to its ready line and to the first token over HTTP.
@@ -234,7 +234,7 @@ def load(config: EngineConfig, results: "multiprocessing.SimpleQueue[Figures]") 
         while not done.wait(0.005):
             peak = max(peak, resident())
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)  # a load that fails ends all the same
     watcher.start()
     started, cpu = time.perf_counter(), time.process_time()
     model = open_model(config, device)
@@ -295,7 +295,7 @@ def measure(folder: Path, model: Path, form: str, weights: str, options: argpars
         cold = in_process(config)
         rounds.append(found | warm | {"warm_load": warm["load"], "cold_load": cold["load"]})
     row |= {key: min(one[key] for one in rounds) for key in rounds[0]}
-    row["extra_mb"] = max(one["extra_mb"] for one in rounds)
+    row |= {key: max(one[key] for one in rounds) for key in ("extra_mb", "cached")}
     row |= {f"{kind}_ratio": row[f"{kind}_load"] / row[f"{kind}_read"] for kind in ("cold", "warm")}
     if options.serve:
         drop_from_cache(folder)

@@ -9,7 +9,7 @@ import torch
 from engine_core.model.config import from_hf
 from engine_core.open_model import load_decoder, open_model
 from protocol.config import EngineConfig
-from tools.bench_load import cached_share, config_of, files, measure, parser, read_all, write
+from tools.bench_load import cached_share, config_of, files, in_process, measure, parser, read_all, write
 
 CPU = torch.device("cpu")
 CONFIG = json.loads((Path(__file__).parents[1] / "data/configs/qwen2.5-3b/config.json").read_text())
@@ -44,3 +44,8 @@ def test_measuring(tmp_path: Path) -> None:
     assert row["cold_ratio"] == row["cold_load"] / row["cold_read"]
     assert row["gigabytes"] * 1e9 == sum(file.stat().st_size for file in files(tmp_path))
     assert min(row["warm_load"], row["cpu"], row["extra_mb"]) >= 0
+
+
+def test_a_load_that_fails_ends(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the load ended with 1"):
+        in_process(EngineConfig(model=str(tmp_path / "nothing"), threads=1))
