@@ -235,11 +235,18 @@ def summarize(runs: dict[str, Run], figures: dict[str, Figures]) -> list[Figures
     """A line for each figure that says how we stand; of one that failed, why."""
     lines = []
     for name, found in figures.items():
-        rows = {name: ("FAILED", found["failed"])} if "failed" in found else runs[name].rows(found)
+        rows = {name: ("FAILED", found["failed"])} if "failed" in found else _rows(runs[name], name, found)
         lines += [{"run": name, "what": what, "figure": one, "beside": beside} for what, (one, beside) in rows.items()]
         if code := found.get("exit code"):
             lines.append({"run": name, "what": name, "figure": "MISSED", "beside": f"exit code {code}"})
     return lines
+
+
+def _rows(run: Run, name: str, found: Figures) -> Rows:
+    try:
+        return run.rows(found)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # others' figures are not to be lost for it
+        return {name: ("FAILED", f"its figures are not understood: {error!r}")}
 
 
 COLUMNS: list[Column] = [("", "run", "s"), ("", "what", "<34"), ("", "figure", "s"), ("", "beside", "<70")]

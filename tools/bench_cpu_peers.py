@@ -192,7 +192,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, max_new_tokens=128, max_cache=1024)
     parser.add_argument("--streams", type=numbers, default=[1, 4, 8], help="with commas between")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt")
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS), help="; none: only ours")
+    parser.add_argument(
+        "--peers", type=lambda text: text.split(","), default=list(PEERS), help="with commas between; none: only ours"
+    )
     options = checked(parser, arguments)
     options.peers = [name for name in options.peers if name != "none"]
     if unknown := set(options.peers) - set(PEERS):

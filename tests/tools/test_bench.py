@@ -77,6 +77,8 @@ def test_failures_are_lines() -> None:
     lines = summarize(CPU, {"step": step, "serve": {"failed": f"no end within {LIMIT:.0f} s"}})
     assert [line["figure"] for line in lines] == ["812 us", "MISSED", "FAILED"]
     assert lines[2]["beside"] == "no end within 1800 s"
+    (line,) = summarize(CPU, {"step": {"total": None, "requests": 256}})
+    assert line["figure"] == "FAILED" and "not understood: TypeError" in line["beside"]
 
 
 def test_no_such_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
