@@ -179,17 +179,16 @@ def _side_by_side(tasks: Sequence[Callable[[], None]], device: torch.device) -> 
     threads = torch.get_num_threads() if device.type == "cpu" else 1
 
     def one(task: Callable[[], None]) -> None:
-        torch.set_num_threads(1)
         with torch.inference_mode():
             task()
 
+    if threads == 1:
+        for task in tasks:
+            one(task)
+        return
     try:
-        if threads == 1:
-            for task in tasks:
-                one(task)
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(one, tasks))
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(one, tasks))
     finally:
         torch.set_num_threads(threads)
 

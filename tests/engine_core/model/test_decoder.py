@@ -8,6 +8,7 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 
+from engine_core.model.decoder import _side_by_side
 from engine_core.model_runner import ModelRunner, load_runner
 from engine_core.plan import Row, StepPlan
 from protocol.config import EngineConfig
@@ -93,6 +94,17 @@ def test_layers_that_are_made_side_by_side(oracle: Callable[[str], Oracle]) -> N
 
 
 GGUF_CASES = ["llama", "llama-tied-bias", "llama-linear", "mistral", "qwen2", "qwen3", "gemma3-plain"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_torch_has_its_threads_again_after_a_load(device: str) -> None:
+    before, during = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    try:
+        _side_by_side([lambda: during.append(torch.get_num_threads())] * 3, torch.device(device))
+        assert (during, torch.get_num_threads()) == ([1 if device == "cpu" else 3] * 3, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", [*CASES, *(f"{case}.gguf" for case in GGUF_CASES)])
