@@ -194,6 +194,9 @@ class DecodeAttention:
             self._window,
             self._scale,
             1 / self._group,
+            # Two blocks on a multiprocessor wait for each other, and may not fit in the shared memory that the kernels
+            # before left as they had it.
+            early=self._blocks <= self._multiprocessors,
         )
 
 
