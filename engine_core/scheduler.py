@@ -77,11 +77,18 @@ class Scheduler:
         assert request.id not in self.requests, "a request id was used twice"
         self._arrivals += 1
         request.sequence = self._arrivals
-        rate = self.rates.prefill
-        request.due = request.arrival + (self.policy.yielding * request.known / rate if rate else 0.0)
+        request.due = request.arrival + self._yielding(request)
         self.requests[request.id] = request
         insort(self.waiting, request, key=in_order)
         self.waiting_tokens += request.known
+
+    def _yielding(self, request: Request) -> float:
+        """How long it lets shorter ones pass: by what it has to compute, as far as that is known by now."""
+        if not self.rates.prefill:
+            return 0.0
+        found = len(self.index.prefix_of(request)) * self.capacity.block_size
+        seconds = (request.known - found) / self.rates.prefill
+        return min(self.policy.yielding * seconds, self.policy.most_yielding)
 
     def abort(self, request_id: int) -> Request | None:
         """Drop a request in whatever state. Unknown ids, and ids aborted before, are ignored: None."""
@@ -306,7 +313,8 @@ class Scheduler:
         """Take in what a step gave in `seconds`. Requests that were aborted meanwhile are passed over."""
         self.residency.now = now
         self.rates.saw_step(seconds)
-        if plan.prefills:
+        is_full = 2 * plan.num_tokens >= self.capacity.prefill_chunk_tokens
+        if plan.prefills and (is_full or plan.num_tokens > self.rates.prefill * seconds):  # a short one is a bound
             self.rates.learn("prefill", plan.num_tokens, seconds)
         outcomes = []
         sampled = iter(result.tokens)

@@ -16,7 +16,8 @@ class SwapPolicy:
     preemption: str = "auto"  # swap, recompute, or auto: whichever is cheaper
     max_pause: float = 0.25  # a request silent for longer may displace others
     pause_steps: int = 4  # but not before so many of the longest steps: turns of a step would be copies only
-    yielding: float = 8.0  # a request lets those pass that come within so many times what its prefill takes, if shorter
+    yielding: float = 8.0  # a request lets shorter ones pass that come within so many times what its prefill takes
+    most_yielding: float = 10.0  # but no longer than that
     patience: float = 4.0  # pauses after which nobody comes in any more before one that asks for room in vain
     min_tokens: int = 16  # what a request that was preempted gets done before it is chosen again; a quarter if slow
     min_interval: float = 0.25  # between two preemptions of a request
@@ -108,13 +109,13 @@ def victim_of_growth(
 ) -> Request:
     """Who has to leave when a decoding request finds the pool empty; maybe itself.
 
-    If requests take turns it is one that has had its share, else the last in order. The first in order leaves only when
-    it has had its share: so somebody always gets on, and all end.
+    If requests take turns it is one that has had its share, else the last that came. The first that came leaves only
+    when it has had its share: so somebody always gets on, and all end.
     """
     candidates = [r for r in running if r.priority >= growing.priority and _may_leave(r)]
     lowest = [r for r in candidates if r.priority == candidates[-1].priority]
     rested = [r for r in lowest if takes_turns and not is_protected(r, policy, now)]
-    return min(rested, key=_idle_first) if rested else candidates[-1]
+    return min(rested, key=_idle_first) if rested else min(lowest, key=_last_first)
 
 
 def _may_leave(request: Request) -> bool:
@@ -122,8 +123,8 @@ def _may_leave(request: Request) -> bool:
     return request.state in (State.PREFILL, State.DECODE) and not request.is_complete
 
 
-def _last_first(request: Request) -> tuple[int, float, int]:
-    return -request.priority, -request.due, -request.sequence
+def _last_first(request: Request) -> tuple[int, int]:
+    return -request.priority, -request.sequence
 
 
 def _idle_first(request: Request) -> tuple[float, float, int]:

@@ -314,6 +314,37 @@ def test_a_long_prompt_lets_shorter_ones_pass_that_come_soon_after_it() -> None:
     assert ended.index(late) > ended.index(running)
 
 
+def test_what_a_prompt_yields_goes_by_what_it_has_to_compute() -> None:
+    scheduler = make_scheduler(
+        num_blocks=500, prefill_chunk_tokens=16, policy=SwapPolicy(yielding=8.0, most_yielding=2.0)
+    )
+    engine = FakeEngine(scheduler)
+    first = engine.add([1] * 16, 1)
+    engine.finish()
+    rate = scheduler.rates.prefill
+    assert rate > 0
+    engine.add([2] * 2, 1)
+    engine.finish()
+    assert scheduler.rates.prefill == rate, "a short step says only how fast it is at least"
+    assert first.due == first.arrival, "nobody knew yet"
+    fresh, known = engine.add([3] * 16), engine.add([1] * 16)
+    assert fresh.due - fresh.arrival == pytest.approx(8 * 16 / rate)
+    assert known.due - known.arrival == pytest.approx(8 * 4 / rate), "three of its four blocks are cached"
+    scheduler.rates.prefill = 1.0
+    assert engine.add([4] * 16).due == pytest.approx(engine.now + 2.0)
+
+
+def test_who_came_last_is_computed_again_whatever_its_length() -> None:
+    scheduler = make_scheduler(num_blocks=12, policy=SwapPolicy("recompute"), prefill_chunk_tokens=64)
+    scheduler.rates.prefill = 100.0
+    engine = FakeEngine(scheduler)
+    long = engine.add([1] * 20, 20)
+    short = engine.add([2] * 8, 20)
+    assert short.due < long.due
+    engine.finish()
+    assert (long.recomputes, short.recomputes > 0) == (0, True)
+
+
 def test_room_made_for_a_newcomer_is_not_taken_by_a_shorter_one_that_passes_it() -> None:
     policy = SwapPolicy("swap", max_pause=10.0, min_interval=0.0, min_tokens=1, overcommit=10.0)
     scheduler = make_scheduler(num_blocks=20, host_blocks=200, policy=policy, prefill_chunk_tokens=64)
