@@ -129,7 +129,6 @@ class Supervisor:
             for child in self._children:
                 child.send(signal.SIGKILL)
             self._lifeline.cut()
-            os.close(self._lifeline.read_end)
             runtime.remove()
         if self._failure:
             raise StartupError(self._failure)

@@ -21,6 +21,7 @@ class Lifeline:
 
     def __init__(self) -> None:
         self.read_end, self._write_end = os.pipe()
+        self._is_cut = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -28,8 +29,11 @@ class Lifeline:
         return {_ENVIRONMENT: f"{self.read_end}:{os.getpid()}"}
 
     def cut(self) -> None:
-        """End all children that hold on to it."""
-        os.close(self._write_end)
+        """End all children that hold on to it. It can have no more of them."""
+        if not self._is_cut:
+            self._is_cut = True
+            os.close(self._write_end)
+            os.close(self.read_end)
 
 
 def hold_lifeline() -> None:

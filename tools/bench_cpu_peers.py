@@ -81,10 +81,10 @@ class Ours:
 # -- peers -----------------------------------------------------------------------------------------------------------
 
 
-def serve(module: str, path: Path, connection: Connection) -> None:
+def serve(module: str, path: Path, threads: int, connection: Connection) -> None:
     """A peer's process: say which version it is, or why it isn't there, then answer each call with a speed."""
     try:
-        peer = import_module(module).Peer(path)
+        peer = import_module(module).Peer(path, threads)
         peer.decode([[1] * SHORT_PROMPT], 2)  # one built for another machine dies here
     except Exception as error:
         connection.send(("", f"{type(error).__name__}: {error}".partition("\n")[0]))
@@ -112,7 +112,7 @@ class RemotePeer:
 
 
 @contextmanager
-def peers(names: Sequence[str], path: Path) -> Iterator[dict[str, RemotePeer]]:
+def peers(names: Sequence[str], path: Path, threads: int = 0) -> Iterator[dict[str, RemotePeer]]:
     """Those that are there, by name with version; a line for each other."""
     # What the core gets (engine_core/load.py): else OpenMP threads stall when another process wants a core.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
@@ -121,7 +121,7 @@ def peers(names: Sequence[str], path: Path) -> Iterator[dict[str, RemotePeer]]:
     try:
         for name in names:
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(PEERS[name], path, there), daemon=True)
+            process = context.Process(target=serve, args=(PEERS[name], path, threads, there), daemon=True)
             process.start()
             there.close()
             processes.append(process)
@@ -207,7 +207,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = config_of(options, prefill_chunk_tokens=max(512, options.prefill), prefix_cache=False)
-    with peers(options.peers, options.checkpoint) as found, engine(config) as running:
+    with peers(options.peers, options.checkpoint, config.threads) as found, engine(config) as running:
 
         async def vocabulary(client: EngineClient) -> int:
             return client.model.vocab_size

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine_core.capacity import Capacity
 from engine_core.plan import StepPlan
-from engine_core.recorder import CopiesLanded, Planned
+from engine_core.recorder import Added, CopiesLanded, Planned
 from tools.replay import BadRecord, open_record
 from tools.virtual_engine import Machine
 
@@ -56,6 +56,8 @@ def read_samples(path: Path) -> Samples:
     for entry in entries:
         if entry is None:
             break
+        if isinstance(entry, Added) and not feeder.scheduler.has_work:
+            before = None  # the engine was idle since
         if difference := feeder.feed(entry):
             raise BadRecord(f"{path} is of another scheduler:\n{difference}")
         match entry:

@@ -23,8 +23,8 @@ def _silence(level: int, text: bytes, user_data: Any) -> None:
 class Peer:
     """Speeds in tokens per second."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises RuntimeError if the file can't be loaded."""
+    def __init__(self, path: Path, threads: int = 0) -> None:
+        """`threads` is 0 for one a core. Raises RuntimeError if the file can't be loaded."""
         self.version = llama_cpp.__version__
         c.llama_log_set(_silence, None)
         c.llama_backend_init()
@@ -34,7 +34,7 @@ class Peer:
         params = c.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = MOST_STREAMS * 1024, 2048, 512
         params.n_seq_max, params.kv_unified = MOST_STREAMS, False
-        params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+        params.n_threads = params.n_threads_batch = threads or len(os.sched_getaffinity(0))
         self._context = c.llama_init_from_model(model, params)
         self._vocab_size = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
         self._batch = c.llama_batch_init(params.n_batch, 0, 1)

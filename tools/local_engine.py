@@ -76,5 +76,4 @@ class LocalEngine:
                 process.kill()
                 process.wait()
         self._lifeline.cut()
-        os.close(self._lifeline.read_end)
         self.runtime.remove()

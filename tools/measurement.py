@@ -135,7 +135,6 @@ def server(config: EngineConfig, api_servers: int = 1) -> Iterator[str]:
             process.wait()
             process.stdout.close()
             lifeline.cut()
-            os.close(lifeline.read_end)
 
 
 def command_line(config: EngineConfig) -> list[str]:

@@ -59,7 +59,10 @@ def load(path: Path) -> Any:
 class Peer:
     """Speeds in tokens per second."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, threads: int = 0) -> None:
+        """`threads` is 0 for torch's default."""
+        if threads:
+            torch.set_num_threads(threads)
         self.version = transformers.__version__
         self._model = load(path)
 

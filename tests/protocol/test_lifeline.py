@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from protocol.lifeline import Lifeline
+
 PARENT = """
 import subprocess, sys, os
 from protocol.lifeline import Lifeline
@@ -54,3 +56,12 @@ def test_sigkill_of_the_parent_ends_the_child(child: str, last_words: str) -> No
 def test_without_a_lifeline_nothing_happens() -> None:
     code = "import threading, protocol.lifeline as p; p.hold_lifeline(); print(threading.active_count())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+def test_cut_twice_closes_nothing_of_others() -> None:
+    line = Lifeline()
+    line.cut()
+    others = os.pipe()  # they get the numbers that have just become free
+    line.cut()
+    for descriptor in others:
+        os.close(descriptor)

@@ -13,14 +13,14 @@ from ..engine_core.model.test_dummy import TINY
 THERE = """
 class Peer:
     version = "1.0"
-    def __init__(self, path):
+    def __init__(self, path, threads):
         assert (path / "config.json").exists()
     def decode(self, prompts, tokens):
         return 100.0 * len(prompts)
     def prefill(self, prompt):
         return float(len(prompt))
 """
-DIES = "import os\nclass Peer:\n    def __init__(self, path): os._exit(4)\n"
+DIES = "import os\nclass Peer:\n    def __init__(self, path, threads): os._exit(4)\n"
 
 
 def test_peers_are_measured_or_skipped_with_a_line(
