@@ -1,18 +1,25 @@
-"""Time the norms, the activation, the gather and sampling, beside the copy bandwidth of the same process.
+"""Time the norms, the activation, the gather, sampling, and dense layers of a few rows beside cuBLAS.
+
+    python -m tools.bench_small_kernels [--only elementwise,dense,sampling] [--warm] [--output FILE.json]
 
 Times are medians of graph replays; each graph rotates over copies of its data that together exceed the L2 cache five
-times. `--warm` leaves sampling's logits where the output layer would: in L2, as far as they fit.
+times. `--warm` leaves sampling's logits where the output layer would: in L2, as far as they fit. A dense layer has a
+norm of one row after it, whose time is taken off: so a kernel that starts early meets a small one, as in a model.
 """
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from kernels import cuda_elementwise
+from kernels.compiler import KernelError
+from kernels.cuda_linear import FEW_ROWS, FewRowsLinear, OneRowLinear
 from kernels.cuda_sampling import Sampling
 from kernels.launcher import probe
 from tools.bench_kernels import copy_bandwidth, time_calls
@@ -21,6 +28,7 @@ from tools.environment import describe
 DEVICE = torch.device("cuda")
 L2_TIMES_FIVE = 320 << 20
 VOCAB = 151_936
+KINDS = "elementwise", "dense", "sampling"
 # name: scale of the normal logits, temperature, top_k, top_p, min_p
 SAMPLERS: dict[str, tuple[float, float, int, float, float] | None] = {
     "greedy": None,
@@ -34,6 +42,17 @@ SAMPLERS: dict[str, tuple[float, float, int, float, float] | None] = {
     "min_p 0.05, flat": (1.0, 1.0, 0, 1.0, 0.05),
     "top_k 1000": (2.0, 1.0, 1000, 1.0, 0.0),
     "logprobs 20": (2.0, 1.0, 0, 1.0, 0.0),
+}
+DENSE = {
+    "3b qkv": (2560, 2048),
+    "3b o": (2048, 2048),
+    "3b gate_up": (22016, 2048),
+    "3b down": (2048, 11008),
+    "7b qkv": (4608, 3584),
+    "7b o": (3584, 3584),
+    "7b gate_up": (37888, 3584),
+    "7b down": (3584, 18944),
+    "3b head": (VOCAB, 2048),
 }
 
 
@@ -66,6 +85,40 @@ def elementwise(op: str, tokens: int, width: int, bandwidth: float) -> dict[str,
     return {"op": op, "tokens": tokens, "width": width} | times | {"TB/s": rate, "of copy": rate / bandwidth}
 
 
+def dense(layer: str, rows: int) -> list[dict[str, Any]]:
+    """Rows by implementation; `outs` and `in` of the weight, bf16."""
+    outs, width = DENSE[layer]
+    copies = max(2, -(-L2_TIMES_FIVE // (outs * width * 2)))
+    weights = [torch.randn(outs, width, device=DEVICE).bfloat16() for _ in range(copies)]
+    x, one, weight = (torch.randn(count, width, device=DEVICE).bfloat16() for count in (rows, 1, 1))
+
+    def norm() -> None:
+        cuda_elementwise.rms_norm(one, weight[0], 1e-6)
+
+    def between(run: Callable[[torch.Tensor], object]) -> Callable[[], None]:
+        def both() -> None:
+            run(x)
+            norm()
+
+        return both
+
+    beside = time_calls([norm] * 64)["us"]
+    ways: dict[str, list[Callable[[torch.Tensor], object]]] = {
+        "cuBLAS": [lambda x, w=w: F.linear(x, w) for w in weights]
+    }
+    if rows == 1:
+        ways["one row"] = [OneRowLinear(w) for w in weights]
+    for slices in (0, 1, 2, 4) if rows <= FEW_ROWS else ():
+        with contextlib.suppress(KernelError):
+            ways["few rows" + f", {slices} slices" * bool(slices)] = [FewRowsLinear(w, None, slices) for w in weights]
+    found = []
+    for way, runs in ways.items():
+        us = time_calls(repeated([between(run) for run in runs]))["us"] - beside
+        size = {"layer": layer, "outs": outs, "in": width, "rows": rows, "way": way}
+        found.append({"op": "dense"} | size | {"us": us, "TB/s": outs * width * 2 / us / 1e6})
+    return found
+
+
 def sampler(name: str, rows: int, dtype: torch.dtype, warm: bool) -> dict[str, Any]:
     scale, temperature, top_k, top_p, min_p = SAMPLERS[name] or (2.0, 0.0, 0, 1.0, 0.0)
     size = rows * VOCAB * dtype.itemsize
@@ -91,31 +144,46 @@ def sampler(name: str, rows: int, dtype: torch.dtype, warm: bool) -> dict[str, A
     return result | times | {"TB/s": size / times["us"] / 1e6}
 
 
+def measure(kind: str, bandwidth: float, warm: bool) -> Iterator[dict[str, Any]]:
+    """The results of one kind, each printed."""
+    if kind == "elementwise":
+        shapes = [("rms_norm", 2048), ("rms_norm", 3584), ("add_rms_norm", 2048), ("add_rms_norm", 3584)]
+        shapes += [("silu_mul", 11_008), ("silu_mul", 18_944), ("embedding", 2048)]
+        for tokens in (1, 64, 8192):
+            for op, width in shapes:
+                r = elementwise(op, tokens, width, bandwidth)
+                speed = f"{r['us']:8.2f} us {r['TB/s']:5.2f} TB/s {r['of copy']:5.0%} of copy"
+                print(f"{op:14} {tokens:5} x {width:6} {speed}")
+                yield r
+    elif kind == "dense":
+        for layer in DENSE:
+            for rows in (1, 2, 4, 8, 16):
+                for r in dense(layer, rows):
+                    print(f"{layer:12} {rows:3} rows {r['way']:20} {r['us']:7.2f} us {r['TB/s']:5.2f} TB/s")
+                    yield r
+    else:
+        for name in SAMPLERS:
+            for rows in (1, 8, 32, 256):
+                for dtype in (torch.float32, torch.bfloat16):
+                    for is_warm in (False, True) if warm else (False,):
+                        r = sampler(name, rows, dtype, is_warm)
+                        speed = f"{r['us']:7.2f} us {r['TB/s']:5.2f} TB/s"
+                        print(f"{name:20} {rows:3} rows {r['dtype']:8} {r['cache']} {speed}")
+                        yield r
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(KINDS), help="kinds, commas between")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--warm", action="store_true", help="sampling also with its logits in L2")
     options = parser.parse_args()
+    if unknown := set(options.only) - set(KINDS):
+        parser.error(f"no such kind: {', '.join(sorted(unknown))}; there are: {', '.join(KINDS)}")
     probe(0)
     bandwidth = copy_bandwidth()
     print(f"copy {bandwidth:.2f} TB/s")
-    results = []
-    shapes = [("rms_norm", 2048), ("rms_norm", 3584), ("add_rms_norm", 2048), ("add_rms_norm", 3584)]
-    shapes += [("silu_mul", 11_008), ("silu_mul", 18_944), ("embedding", 2048)]
-    for tokens in (1, 64, 8192):
-        for op, width in shapes:
-            results.append(elementwise(op, tokens, width, bandwidth))
-            r = results[-1]
-            print(f"{op:14} {tokens:5} x {width:6} {r['us']:8.2f} us {r['TB/s']:5.2f} TB/s {r['of copy']:5.0%} of copy")
-    for name in SAMPLERS:
-        for rows in (1, 8, 32, 256):
-            for dtype in (torch.float32, torch.bfloat16):
-                for warm in (False, True) if options.warm else (False,):
-                    results.append(sampler(name, rows, dtype, warm))
-                    r = results[-1]
-                    print(
-                        f"{name:20} {rows:3} rows {r['dtype']:8} {r['cache']} {r['us']:7.2f} us {r['TB/s']:5.2f} TB/s"
-                    )
+    results = [result for kind in options.only for result in measure(kind, bandwidth, options.warm)]
     if options.output:
         report = describe() | {"copy_TB/s": bandwidth, "results": results}
         options.output.write_text(json.dumps(report, indent=1) + "\n")
