@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2-greedy.json").read_text())["cases"]
 PROMPTS = [case["prompt_ids"] + case["greedy_ids"] for case in CASES[::2]]  # 37 to 72 tokens
 TOKENS = 16
-TIE = 0.05  # where the two best log-probabilities are closer, a value that rounding moved to the next code may decide
+# Where the two best log-probabilities are closer, a value that rounding moved to the next code may decide. Codes of
+# e4m3 are up to an eighth apart.
+TIES = {"int8": 0.05, "fp8_e4m3": 0.3}
 BLOCK_BYTES = {"int8": 190_080, "fp8_e4m3": 184_320, "fp8_e5m2": 184_320, "fp8_per_token_head": 190_080}
 
 Stream = list[tuple[int, float]]  # tokens, and by how much each was the likeliest
@@ -36,13 +38,13 @@ async def greedy(client: EngineClient, prompt: list[int]) -> Stream:
     return found
 
 
-def compare(found: list[Stream], expected: list[Stream], how: str) -> None:
+def compare(found: list[Stream], expected: list[Stream], tie: float, how: str) -> None:
     """Equal, but for what follows a near tie."""
     parted = 0
     for ours, theirs in zip(found, expected, strict=True):
         for step, ((token, _), (wanted, margin)) in enumerate(zip(ours, theirs, strict=True)):
             if token != wanted:
-                assert margin < TIE, f"{how}: token {step} is {token}, not {wanted}"
+                assert margin < tie, f"{how}: token {step} is {token}, not {wanted}"
                 parted += 1
                 break
     assert parted <= 2, how
@@ -52,6 +54,7 @@ def compare(found: list[Stream], expected: list[Stream], how: str) -> None:
 def test_scheduling_does_not_change_tokens(start: Callable[..., LocalEngine], default_model: Path, name: str) -> None:
     """Alone without anything cached, from the prefix cache, batched, in chunks, preempted."""
     options = {"model": str(default_model), "dtype": "fp32", "weights": "dense", "kv_cache_dtype": name}
+    tie = TIES[name]
 
     async def alone(client: EngineClient) -> list[Stream]:
         return [await greedy(client, prompt) for prompt in PROMPTS]
@@ -68,11 +71,11 @@ def test_scheduling_does_not_change_tokens(start: Callable[..., LocalEngine], de
     engine = start(**options, block_size=4, max_cache=512)
     expected, hit, batched = engine.run(cached, 250)
     engine.stop()
-    compare(hit, expected, "hit")
-    compare(batched, expected, "batched")
+    compare(hit, expected, tie, "hit")
+    compare(batched, expected, tie, "batched")
 
     engine = start(**options, prefill_chunk_tokens=7, prefix_cache=False, max_cache=512)
-    compare(engine.run(together, 250), expected, "chunked")
+    compare(engine.run(together, 250), expected, tie, "chunked")
     engine.stop()
 
     async def preempted(client: EngineClient) -> list[Stream]:
@@ -82,7 +85,7 @@ def test_scheduling_does_not_change_tokens(start: Callable[..., LocalEngine], de
         return found
 
     engine = start(**options, block_size=4, num_blocks=60, max_cache=160, prefix_cache=False)
-    compare(engine.run(preempted, 250), expected, "preempted")
+    compare(engine.run(preempted, 250), expected, tie, "preempted")
 
 
 @pytest.mark.parametrize("name", BLOCK_BYTES)
