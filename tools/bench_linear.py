@@ -77,12 +77,14 @@ def measure(size: int, matrices: int, iterations: int) -> dict[str, dict[int, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--matrices", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns of a weight, a multiple of 128")
+    parser.add_argument("--matrices", type=int, default=10, help="weights that take turns, so that no cache holds one")
+    parser.add_argument("--threads", type=int, default=1, help="torch's")
+    parser.add_argument("--iterations", type=int, default=12, help="rounds; the least counts")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
+    if options.size < 128 or options.size % 128:
+        parser.error(f"--size {options.size} is no multiple of 128, the groups of the 4-bit form")
     torch.set_num_threads(options.threads)
     with torch.inference_mode():
         best = measure(options.size, options.matrices, options.iterations)

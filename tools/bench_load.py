@@ -307,16 +307,16 @@ def parser() -> argparse.ArgumentParser:
     config = Path(__file__).parents[1] / "tests/data/configs/qwen2.5-3b/config.json"
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--config", type=Path, default=config, help="a config.json")
-    made.add_argument("--gigabytes", type=float, default=1.5)
-    made.add_argument("--format", type=lambda value: value.split(","), default=["bf16", "w4"])
+    made.add_argument("--gigabytes", type=float, default=1.5, help="of a checkpoint; 0: all layers")
+    made.add_argument("--format", type=lambda value: value.split(","), default=["bf16", "w4"], help="commas between")
     made.add_argument("--weights", type=lambda value: value.split(","), default=["auto"], help="as for pagetide serve")
-    made.add_argument("--device", default="cpu")
+    made.add_argument("--device", default="cpu", help="cpu or cuda")
     made.add_argument("--serve", action="store_true", help="also start pagetide serve")
-    made.add_argument("--iterations", type=int, default=3)
-    made.add_argument("--shard-megabytes", type=float, default=500)
+    made.add_argument("--iterations", type=int, default=3, help="rounds; the least counts")
+    made.add_argument("--shard-megabytes", type=float, default=500, help="of bf16 and w4")
     made.add_argument("--folder", type=Path, default=None, help="where to write; by default the temporary folder")
-    made.add_argument("--threads", type=int, default=0)
-    made.add_argument("--output", type=Path)
+    made.add_argument("--threads", type=int, default=0, help="as for pagetide serve")
+    made.add_argument("--output", type=Path, help="write the figures as JSON")
     return made
 
 

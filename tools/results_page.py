@@ -201,7 +201,7 @@ def filled(page: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--check", action="store_true", help="fail if the page is another than the figures give")
     options = parser.parse_args(arguments)
     page: Any = PAGE.read_text()
     if options.check:

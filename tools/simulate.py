@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=10_000, help="of each trace at most")
     parser.add_argument("--pressure", type=float, nargs="+", default=[1, 2, 4], help="demand over the pool's size")
     parser.add_argument("--policy", choices=POLICIES, nargs="+", default=list(POLICIES))
-    parser.add_argument("--utilisation", type=float, default=0.7)
+    parser.add_argument("--utilisation", type=float, default=0.7, help="load, as a share of what the machine can do")
     parser.add_argument("--host-ratio", type=float, default=4.0, help="host pool over device pool")
     parser.add_argument("--max-context", type=int, default=32_768, help="longer requests are left out")
     parser.add_argument("--block-size", type=int, default=16, help="tokens; larger ones are quicker to simulate")
