@@ -40,11 +40,22 @@ def check(result: int, what: str) -> None:
         raise KernelError(f"{what}: {(name.value or b'error').decode()} ({result})")
 
 
-def driver_version() -> str:
-    """The CUDA version that the driver supports, as `13.0`."""
+def _driver_number() -> int:
     version = ctypes.c_int()
     check(driver().cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return version.value
+
+
+def driver_version() -> str:
+    """The CUDA version that the driver supports, as `13.0`."""
+    number = _driver_number()
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+@functools.cache
+def _starts_early(device: int) -> bool:
+    """Whether a kernel may start while the one ahead ends, in captured graphs too: Hopper and later, CUDA 12.3."""
+    return torch.cuda.get_device_capability(device) >= (9, 0) and _driver_number() >= 12030
 
 
 @functools.cache
@@ -91,8 +102,7 @@ class Kernel:
         self._stream = torch._C._cuda_getCurrentRawStream
         self._config = ctypes.create_string_buffer(_LAUNCH_CONFIG.size)
         self._attributes = ctypes.create_string_buffer(_EARLY)
-        early = early and torch.cuda.get_device_capability(device) >= (9, 0)
-        self._rest = ctypes.addressof(self._attributes), int(early)
+        self._rest = ctypes.addressof(self._attributes), int(early and _starts_early(device))
 
     def blocks_per_multiprocessor(self) -> int:
         """How many blocks of this kernel fit on a multiprocessor at once."""
