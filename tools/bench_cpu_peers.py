@@ -145,12 +145,16 @@ def peers(names: Sequence[str], path: Path, threads: int = 0) -> Iterator[dict[s
 
 
 def measure(engines: dict[str, Any], options: argparse.Namespace, vocab_size: int) -> Speeds:
-    """All figures, engines taking turns, after a short run of each."""
+    """All figures, engines taking turns, after a short run of each. One whose process ends is left out."""
     speeds: Speeds = {name: {} for name in engines}
 
     def each(case: str, run: Callable[[Any], float]) -> None:
-        for name, peer in engines.items():
-            speeds[name].setdefault(case, []).append(run(peer))
+        for name in list(speeds):
+            try:
+                speeds[name].setdefault(case, []).append(run(engines[name]))
+            except (EOFError, BrokenPipeError):
+                print(f"{name} is left out: its process ended at {case}", flush=True)
+                del speeds[name]
 
     for peer in engines.values():
         peer.decode([random_prompt(SHORT_PROMPT, vocab_size)], 8)

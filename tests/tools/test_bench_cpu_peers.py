@@ -1,4 +1,4 @@
-"""The comparison with peers: one that is there, one that isn't, one that dies; all beside an engine without a model."""
+"""The comparison with peers: one that is there, one that isn't, two that die; all beside an engine without a model."""
 
 import json
 from pathlib import Path
@@ -20,16 +20,20 @@ class Peer:
     def prefill(self, prompt):
         return float(len(prompt))
 """
+ENDS = (
+    "import os\nclass Peer:\n    version = '1'\n    def __init__(self, path, threads): pass\n"
+    "    def decode(self, prompts, tokens): return 5.0\n    def prefill(self, prompt): os._exit(5)\n"
+)
 DIES = "import os\nclass Peer:\n    def __init__(self, path, threads): os._exit(4)\n"
 
 
 def test_peers_are_measured_or_skipped_with_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, source in {"there": THERE, "dies": DIES}.items():
+    for name, source in {"there": THERE, "dies": DIES, "ends": ENDS}.items():
         (tmp_path / f"peer_that_is_{name}.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    modules = {name: f"peer_that_is_{name}" for name in ("there", "dies", "missing")}
+    modules = {name: f"peer_that_is_{name}" for name in ("there", "dies", "missing", "ends")}
     monkeypatch.setattr(bench_cpu_peers, "PEERS", modules)
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     output = tmp_path / "x.json"
@@ -39,6 +43,7 @@ def test_peers_are_measured_or_skipped_with_a_line(
     printed = capsys.readouterr().out
     assert "dies is skipped: its process ended with 4" in printed
     assert "missing is skipped: ModuleNotFoundError" in printed
+    assert "ends 1 is left out: its process ended at prefill 40" in printed
     found = json.loads(output.read_text())
     assert set(found["samples"]) == {"pagetide", "there 1.0"}
     assert found["samples"]["there 1.0"] == {
