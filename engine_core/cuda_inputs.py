@@ -23,7 +23,7 @@ class StepShape(NamedTuple):
 
 
 def padded(tokens: int) -> int:
-    """The tokens of a step with prefill rows, idle ones included: few shapes, a tenth of them idle at most if many."""
+    """The tokens of a step with prefill rows, idle ones included: few shapes; of more than 256 at most a fifth idle."""
     tile = 64 if tokens <= 512 else 128 if tokens <= 1024 else 256
     return -(-tokens // tile) * tile
 
@@ -91,7 +91,7 @@ class StepInputs:
     tables: Tensor
 
     def upload(self, plan: StepPlan, sampled_at: Mapping[int, int], shape: StepShape) -> None:
-        """Fill in a plan and start its way to the device, with idle rows and tokens up to `shape`.
+        """Fill in a plan and start its way to the device, in two pieces if there are prefills, idle up to `shape`.
 
         `sampled_at` says where in the last step's sampled tokens a request's is.
         """
