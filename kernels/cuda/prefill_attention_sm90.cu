@@ -7,32 +7,17 @@
 // Macros: HEAD_DIM (64 or 128); K_FORMAT, V_FORMAT; QUERY_BF16; KEYS (64); WARPS (8 or 16). For sm_90a only.
 constexpr int ROW_TILES = 1;
 constexpr int TILE_BYTES = KEYS * HEAD_DIM * 2, QUERY_BYTES = WARPS * 16 * HEAD_DIM * 2;
+#include "hopper.cuh"
 #include "prefill.cuh"
 
 DEVICE u32 place(int rows, int row, int piece) {
     return (piece >> 3) * (rows * 128) + row * 128 + ((piece & 7 ^ row & 7) << 4);
 }
 
-// A matrix of 128-byte rows in shared memory, in groups of 8 rows that follow each other; `columns_apart`: bytes between
-// its columns of 64 elements, where an instruction spans several.
-DEVICE u64 descriptor(u32 address, int columns_apart) {
-    return (u64)(address >> 4 & 0x3fff) | (u64)(columns_apart >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
-#define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define SIXTEEN(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3)
-#define D32                                                                                                          \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
-    "%30,%31}"
-#define D64                                                                                                          \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
-    "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"    \
-    "%57,%58,%59,%60,%61,%62,%63}"
-
 // d[64 x 64] = or += a * b^T: both of 64 rows with 16 elements, in shared memory.
-#define SCORES(TYPE)                                                                                      \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"                                               \
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " D32 ", %32, %33, p, 1, 1, 0, 0;}" \
+#define SCORES(TYPE)                                                                                        \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" R32 "}, %32, %33, p, 1, 1, 0, 0;}" \
                  : SIXTEEN(0), SIXTEEN(4) : "l"(a), "l"(b), "r"((int)add))
 DEVICE void multiply_scores(float (&d)[8][4], u64 a, u64 b, bool add) {
     if constexpr (KF::BF16_MMA) SCORES("bf16");
@@ -41,11 +26,11 @@ DEVICE void multiply_scores(float (&d)[8][4], u64 a, u64 b, bool add) {
 
 // d[64 x HEAD_DIM] += a[64 x 16] * b: a in registers, b 16 rows of HEAD_DIM elements in shared memory.
 #define OUTPUT64(TYPE)                                                                                    \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " D32                      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" R32 "}"                  \
                  ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"                                                  \
                  : SIXTEEN(0), SIXTEEN(4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define OUTPUT128(TYPE)                                                                                   \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " D64                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" R64 "}"                 \
                  ", {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                                                  \
                  : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)                                        \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
@@ -59,21 +44,11 @@ DEVICE void multiply_output(float (&d)[2 * STEPS][4], const u32 (&a)[4], u64 b) 
     }
 }
 
-DEVICE void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void matrix_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE void matrix_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
-// The compiler does not know that a pending instruction writes these: it must not move or use them before the wait.
-template <int N> DEVICE void pin(float (&d)[N][4]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : FOUR(i)::"memory");
-}
-
 DEVICE void start_scores(float (&s)[8][4], u32 query, u32 k_tile) {
 #pragma unroll
     for (int i = 0; i < STEPS; i++)
-        multiply_scores(s, descriptor(query + i / 4 * (ROWS * 128) + i % 4 * 32, 16),
-                        descriptor(k_tile + i / 4 * (KEYS * 128) + i % 4 * 32, 16), i > 0);
+        multiply_scores(s, descriptor(query + i / 4 * (ROWS * 128) + i % 4 * 32),
+                        descriptor(k_tile + i / 4 * (KEYS * 128) + i % 4 * 32), i > 0);
     matrix_commit();
 }
 
@@ -122,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention_sm90(
         matrix_fence();
         start_scores(s[0], queries, now);
         if (!DECODES && !DECODES_LATE && (tile + 1) * KEYS < source.high) kv.advance(p, tile, next);
-        matrix_wait();
+        matrix_wait<0>();
         pin(s[0]);
         hide(warp);
         bool whole = tile * KEYS + KEYS <= limits[warp][0] && (p.window == 0 || tile * KEYS >= limits[warp][1] - p.window);
@@ -139,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention_sm90(
             asm volatile("cp.async.wait_all;" ::: "memory");
             kv.advance(p, tile, next);
         }
-        matrix_wait();
+        matrix_wait<0>();
         pin(st.o[0]);
     }
     write_out(st, p, blockIdx.y, source.block_row + warp * 16, source.token0, source.rows, lane >> 2, lane & 3);
