@@ -9,17 +9,13 @@ import json
 import logging
 import signal
 import sys
-import time
 from pathlib import Path
 from types import FrameType
 
 from protocol.config import EngineConfig, load_config
 from protocol.errors import StartupError
 from protocol.lifeline import hold_lifeline
-from protocol.messages import Limits, ModelInfo
 from protocol.runtime_dir import RuntimeDir
-
-_log = logging.getLogger("pagetide.core")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,42 +54,14 @@ def serve(config: EngineConfig, directory: Path | None) -> int:
 
 
 def _serve(config: EngineConfig, directory: Path) -> int:
-    from engine_core.core import EngineCore
-    from engine_core.recorder import Recorder
-    from engine_core.swap import SwapPolicy
+    from engine_core.core import open_core
 
-    started = time.monotonic()
-    core = EngineCore(directory)
-    recorder: Recorder | None = None
-    try:
-        if config.record:
-            recorder = Recorder(Path(config.record))
-        from engine_core.load import load  # imports torch
-
-        engine = load(config, _print_progress)
-        model = ModelInfo(
-            name=config.name_for_clients(Path(config.model).stem),
-            path=config.model,
-            vocab_size=engine.vocab_size,
-            max_context=engine.capacity.max_context,
-            created=int(time.time()),
-            eos_token_ids=list(engine.eos_token_ids),
-            kv_cache_dtype=engine.kv_cache_dtype,
-            is_dummy=config.load_format == "dummy",
-        )
-        limits = Limits(config.max_waiting_requests, config.max_waiting_tokens)
-        policy = SwapPolicy(config.preemption, config.max_pause, swap_every=config.swap_every)
-        core.open(engine, model, limits, policy, recorder)
+    with open_core(config, directory, _print_progress) as core:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: core.stop())
-        _log.info("ready after %.1f s in %s: %s", time.monotonic() - started, directory, engine.summary)
         print("ready", flush=True)
         core.run()
-        return 0
-    finally:
-        core.close()
-        if recorder is not None:
-            recorder.close()
+    return 0
 
 
 def _print_progress(done: int, total: int) -> None:

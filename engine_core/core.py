@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import zmq
 
 from engine_core.heartbeat import Heartbeat
 from engine_core.intake import FrontendGone, Intake, aborted_ids
-from engine_core.load import Engine
+from engine_core.load import Engine, load
 from engine_core.output import OutputChannel
 from engine_core.plan import StepPlan, has_penalties
 from engine_core.recorder import Recorder, RecordingScheduler
@@ -19,6 +21,7 @@ from engine_core.scheduler import Scheduler
 from engine_core.stats import core_status
 from engine_core.swap import SwapPolicy
 from protocol.channels import PING_INTERVAL, new_identity
+from protocol.config import EngineConfig
 from protocol.errors import ErrorCode
 from protocol.messages import PROTOCOL_VERSION, Abort, Finish, ModelInfo, Role, Welcome
 from protocol.messages import Limits as WireLimits
@@ -272,3 +275,34 @@ class EngineCore:
             self.transfer.close()
         self.output.server.close()
         self.context.destroy(linger=200)
+
+
+@contextmanager
+def open_core(config: EngineConfig, directory: Path, progress: Callable[[int, int], None]) -> Iterator[EngineCore]:
+    """A core with its model loaded, to be `run`; without what belongs to a process. Raises StartupError."""
+    started = time.monotonic()
+    core = EngineCore(directory)
+    recorder: Recorder | None = None
+    try:
+        if config.record:
+            recorder = Recorder(Path(config.record))
+        engine = load(config, progress)
+        model = ModelInfo(
+            name=config.name_for_clients(Path(config.model).stem),
+            path=config.model,
+            vocab_size=engine.vocab_size,
+            max_context=engine.capacity.max_context,
+            created=int(time.time()),
+            eos_token_ids=list(engine.eos_token_ids),
+            kv_cache_dtype=engine.kv_cache_dtype,
+            is_dummy=config.load_format == "dummy",
+        )
+        limits = WireLimits(config.max_waiting_requests, config.max_waiting_tokens)
+        policy = SwapPolicy(config.preemption, config.max_pause, swap_every=config.swap_every)
+        core.open(engine, model, limits, policy, recorder)
+        _log.info("ready after %.1f s in %s: %s", time.monotonic() - started, directory, engine.summary)
+        yield core
+    finally:
+        core.close()
+        if recorder is not None:
+            recorder.close()
