@@ -2,7 +2,7 @@
 
     python tools/bench_cpu_offload.py [--checkpoint MODEL] [--backend w4a16] [--kv-cache-dtype fp8|...|all]
         [--max-cache 128] [--max-new-tokens 8] [--block-size 16] [--max-cpu-offload-mb 256]
-        [--prefill-chunk-tokens 512] [--iterations 5] [--output FILE.json]
+        [--prefill-chunk-tokens 512] [--iterations 5] [--in-process] [--output FILE.json]
 
 Each iteration starts a streaming request A and, on A's first token, submits B: A is swapped out, B runs to its end, A
 comes back and goes on. Prompts are distinct in all iterations. The same two requests also run in a pool that holds
@@ -85,7 +85,7 @@ def run_engine(
         await run_round(client, make_pair(-1, options))
         return [await run_round(client, pair) for pair in pairs]
 
-    with engine(config) as running:
+    with engine(config, options.in_process) as running:
         return pairs, running.run(scenario, 3600)
 
 

@@ -211,7 +211,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = config_of(options, prefill_chunk_tokens=max(512, options.prefill), prefix_cache=False)
-    with peers(options.peers, options.checkpoint, config.threads) as found, engine(config) as running:
+    with (
+        peers(options.peers, options.checkpoint, config.threads) as found,
+        engine(config, options.in_process) as running,
+    ):
 
         async def vocabulary(client: EngineClient) -> int:
             return client.model.vocab_size

@@ -2,7 +2,7 @@
 
     python -m tools.bench_paged_scheduler [--checkpoint MODEL] [--backend w4a16] [--kv-cache-dtype fp8] [--device cuda]
         [--concurrency 1,2,4] [--max-cache 256] [--max-new-tokens 16] [--prefill-chunk-tokens 32] [--prompt-tokens 64]
-        [--no-prefix-cache] [--iterations 3] [--bandwidth GB/s] [--output FILE.json]
+        [--no-prefix-cache] [--iterations 3] [--bandwidth GB/s] [--in-process] [--output FILE.json]
 
 One engine; at each level so many requests come at once, `--iterations` times, with distinct prompts, greedy, EOS
 ignored. Times are the client's: client -> tokenizer -> core -> detokenizer -> client. TPOT is from each token to the
@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = config_of(options, max_running=max(options.concurrency))
-    with engine(config) as running:
+    with engine(config, options.in_process) as running:
         figures = running.run(lambda client: sweep(client, options), 3600)
     print_table(figures["levels"], COLUMNS)
     save(options, figures)

@@ -278,6 +278,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, limit in (("ttft", 1.0), ("tpot", 0.1), ("gap", 1.0)):
         parser.add_argument(f"--slo-{name}", type=float, default=limit, help="seconds")
     options = checked(parser, arguments)
+    if options.in_process:
+        parser.error("--in-process: there is no engine behind HTTP in one process")
     if options.rate and options.concurrency:
         parser.error("give --rate or --concurrency, not both")
     if min(options.requests, options.shrink) < 1 or min(options.rate, options.concurrency) < 0:

@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     found: list[Figures] = []
     for mode in options.modes:
-        with engine(configs(options)[mode]) as running:
+        with engine(configs(options)[mode], options.in_process) as running:
             found.append({"mode": mode} | running.run(lambda client: run_mode(client, options), 3600))
     calm = next((figures for figures in found if figures["mode"] == "calm"), None)
     for figures in found:

@@ -52,6 +52,7 @@ def parser_of(documentation: str | None, **defaults: Any) -> argparse.ArgumentPa
     parser.add_argument("--max-pause", type=float, default=EngineConfig(model="").max_pause, help="seconds")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--iterations", type=int, default=3)
+    parser.add_argument("--in-process", action="store_true", help="the step loop in this process, for profilers only")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     parser.set_defaults(**defaults)
     return parser
@@ -99,10 +100,10 @@ def config_of(options: argparse.Namespace, **changes: Any) -> EngineConfig:
 
 
 @contextmanager
-def engine(config: EngineConfig) -> Iterator[LocalEngine]:
-    """The processes of an engine, without HTTP."""
+def engine(config: EngineConfig, in_process: bool = False) -> Iterator[LocalEngine]:
+    """The processes of an engine, without HTTP; with `in_process` all but the core, see `LocalEngine`."""
     with tempfile.TemporaryDirectory(prefix=PREFIX) as directory:
-        started = LocalEngine(Path(directory), config)
+        started = LocalEngine(Path(directory), config, in_process)
         try:
             yield started
         finally:

@@ -37,6 +37,7 @@ from engine_core.swap import SwapPolicy
 from frontend.engine_client import EngineClient
 from protocol.config import EngineConfig
 from tools.fit_machine import Samples, fit, read_samples
+from tools.local_engine import run_with
 from tools.measurement import (
     PREFIX,
     Column,
@@ -130,7 +131,7 @@ def measure_rates(options: argparse.Namespace, path: Path) -> Samples:
             trace = [replace(one, arrival=one.number * STAGGER) for one in toy_trace(options, level)[:level]]
             await run_load(client, trace, streams_of(trace, level, client.model.vocab_size))
 
-    with engine(config) as running:
+    with engine(config, options.in_process) as running:
         running.run(levels, SECONDS)
     return read_samples(path)
 
@@ -222,8 +223,11 @@ def study(options: argparse.Namespace, folder: Path) -> tuple[Machine, list[Figu
         blocks = max(demand // pressure, blocks_of(max(load.longest for load in loads), options.block_size) + 2)
         with ExitStack() as stack:
             engines = configs(options, blocks, folder / str(pressure))
-            paths = {name: stack.enter_context(engine(config)).path for name, config in engines.items()}
-            found = asyncio.run(run_policies(paths, loads))
+            started = {
+                name: stack.enter_context(engine(config, options.in_process)) for name, config in engines.items()
+            }
+            paths = {name: one.path for name, one in started.items()}
+            found = run_with([*started.values()], run_policies(paths, loads))
         runs += [(pressure, name, engines[name], figures) for name, figures in found.items()]
         print(f"{pressure}x: a pool of {blocks} blocks, demand {demand}", flush=True)
     machine = fit(samples)
