@@ -1,4 +1,7 @@
-"""Time the CUDA kernels beside the copy bandwidth of the same process, and torch's own attention where it has one.
+"""Time the CUDA kernels beside the copy bandwidth of the same process, and beside others' attention: torch's own, and
+those of tools/attention_peers.py that can be imported.
+
+    python -m tools.bench_kernels [--only ldwpo] [--shape gqa8,128,8192] [--peers flashinfer,xformers] [--output FILE]
 
 Times are medians of graph replays; each graph walks over the layers of a pool larger than the L2 cache.
 """
@@ -8,7 +11,7 @@ import ctypes
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +22,36 @@ from kernels.compiler import Variant
 from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV
 from kernels.cuda_layout import plain_layout
 from kernels.launcher import driver, kernel, probe
+from tools.attention_peers import DTYPES, PEERS, Case, Peer, error_of
 from tools.environment import describe
 from tools.kv_cases import encode
 
 DEVICE = torch.device("cuda")
+Shape = tuple[str, int, int]  # of a decode step: model, batch, context
 L2_TIMES_FIVE = 320 << 20
 HEAD_DIM, BLOCK = 128, 16
+# The largest error of a peer, as a share of the largest element: FA3 rounds query and weights to fp8, too. A call that
+# is wrong is off by about 1.
+ERRORS = {"bf16": 0.02, "e4m3": 0.2, "e5m2": 0.2}
 # name: query heads, KV heads, layers
 MODELS = {"3b": (16, 2, 36), "7b": (28, 4, 28), "8b": (32, 8, 32), "gqa8": (32, 4, 32)}
+SHAPES: list[Shape] = [
+    ("gqa8", 128, 8192),
+    ("gqa8", 32, 8192),
+    ("gqa8", 32, 1024),
+    ("gqa8", 1, 8192),
+    ("gqa8", 1, 32768),
+    ("3b", 1, 1024),
+    ("3b", 1, 8192),
+    ("3b", 32, 8192),
+    ("3b", 128, 512),
+    ("7b", 32, 8192),
+    ("8b", 1, 8192),
+    ("8b", 32, 8192),
+]
 
 
-def time_calls(calls: list[Callable[[], None]], replays: int = 20) -> dict[str, float]:
+def time_calls(calls: Sequence[Callable[[], object]], replays: int = 20) -> dict[str, float]:
     """Microseconds per call, as median, 10th and 90th percentile over replays of a graph of all calls."""
     for call in calls[:2]:
         call()
@@ -127,6 +149,53 @@ def sdpa_decode(model: str, batch: int, context: int) -> dict[str, Any]:
     return result | times | {"TB/s": read / times["us"] / 1e6}
 
 
+def peer_decode(peer: Peer, module: Any, shape: Shape, kv_format: str) -> dict[str, Any]:
+    """Another's attention over pages of its own. Raises whatever it raises, and ValueError if its result is wrong."""
+    model, batch, context = shape
+    heads, kv_heads, _ = MODELS[model]
+    per_request = -(-context // BLOCK)
+    read = 2 * batch * context * kv_heads * HEAD_DIM * DTYPES[kv_format].itemsize
+    sizes = batch * per_request, BLOCK, kv_heads, HEAD_DIM
+
+    def pages() -> torch.Tensor:
+        return torch.randn(sizes, device=DEVICE, dtype=torch.bfloat16).to(DTYPES[kv_format])
+
+    layers = [(pages(), pages()) for _ in range(max(1, -(-L2_TIMES_FIVE // read)))]
+    query = torch.randn(batch, heads, HEAD_DIM, device=DEVICE).bfloat16()
+    tables = torch.randperm(sizes[0], device=DEVICE).int().view(batch, per_request)
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
+    case = Case(query, tables, lengths, kv_heads, BLOCK, kv_format)
+    attend = peer.prepare(module, case)
+    error = error_of(case, attend, *layers[0])
+    if not error < ERRORS[kv_format]:
+        raise ValueError(f"its result is off by {error:.2g} of the largest element")
+    times = time_calls([lambda x=x: attend(*x) for x in layers] * max(1, 20 // len(layers)))
+    result = {"op": f"decode, {peer.title}", "model": model, "batch": batch, "context": context}
+    return result | {"k": kv_format, "v": kv_format} | times | {"TB/s": read / times["us"] / 1e6}
+
+
+def run_peers(names: Sequence[str], shapes: Sequence[Shape], add: Callable[[dict[str, Any]], None]) -> None:
+    """Time those that can be imported, all or the named ones; one that fails is told of, and others go on."""
+    for peer in PEERS:
+        if names and peer.name.lower().replace(" ", "-") not in names:
+            continue
+        try:
+            module = peer.load()
+        except Exception as error:
+            print(f"{peer.name}: can't be imported: {_line(error)}")
+            continue
+        for shape in shapes:
+            for kv_format in peer.formats:
+                try:
+                    add(peer_decode(peer, module, shape, kv_format))
+                except Exception as error:
+                    print(f"{peer.title}, {kv_format}, {shape}: {_line(error)}")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+
+
 def prefill_attention(model: str, tokens: int, context: int, kv_format: str, portable: bool = False) -> dict[str, Any]:
     heads, kv_heads, _ = MODELS[model]
     layout = plain_layout(kv_format, kv_format, 1, kv_heads, HEAD_DIM, BLOCK, 0)
@@ -210,14 +279,34 @@ def launch_cost(count: int = 3000) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write the results here as JSON")
     parser.add_argument(
-        "--only", default="", help="run the groups whose letter is here: l(aunch), d(ecode), w(rite), p(refill)"
+        "--only",
+        default="ldwpo",
+        help="groups by their letters: l(aunch), d(ecode), w(rite), p(refill), o(thers' decode)",
     )
-    arguments = parser.parse_args()
-    groups = arguments.only or "ldwp"
+    parser.add_argument("--shape", type=_shape, help="MODEL,BATCH,CONTEXT: this decode step and no other")
+    names = [peer.name.lower().replace(" ", "-") for peer in PEERS]
+    parser.add_argument("--peers", default="", help=f"with commas between, of {', '.join(names)}; the default is all")
+    options = parser.parse_args(arguments)
+    options.peers = options.peers.split(",") if options.peers else []
+    if unknown := set(options.peers) - set(names):
+        parser.error(f"no such peer: {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
+    return options
+
+
+def _shape(text: str) -> Shape:
+    model, batch, context = text.split(",")
+    if model not in MODELS:
+        raise argparse.ArgumentTypeError(f"no such model: {model}; there are: {', '.join(MODELS)}")
+    return model, int(batch), int(context)
+
+
+def main() -> None:
+    options = parse()
+    groups, shapes = options.only, [options.shape] if options.shape else SHAPES
     if not torch.cuda.is_available():
         print("needs a CUDA device")
         return
@@ -235,22 +324,12 @@ def main() -> None:
     if "l" in groups:
         add(launch_cost())
     if "d" in groups:
-        shapes = [("gqa8", 128, 8192), ("gqa8", 32, 8192), ("gqa8", 32, 1024), ("gqa8", 1, 8192), ("gqa8", 1, 32768)]
-        shapes += [
-            ("3b", 1, 1024),
-            ("3b", 1, 8192),
-            ("3b", 32, 8192),
-            ("3b", 128, 512),
-            ("7b", 32, 8192),
-            ("8b", 1, 8192),
-            ("8b", 32, 8192),
-        ]
         for shape in shapes:
             for k, v in (("bf16", "bf16"), ("int8", "int8"), ("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3_scaled",) * 2):
                 add(decode_attention(*shape, k, v))
             add(sdpa_decode(*shape))
-        for v in ("int8", "e4m3"):
-            add(decode_attention("gqa8", 128, 8192, "bf16", v))
+        for v in ("int8", "e4m3") if SHAPES[0] in shapes else ():
+            add(decode_attention(*SHAPES[0], "bf16", v))
     if "w" in groups:
         for model in ("3b", "8b"):
             for tokens in (1, 64, 8192):
@@ -265,9 +344,11 @@ def main() -> None:
         add(prefill_attention("gqa8", 512, 8192, "bf16"))
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             add(sdpa_prefill("gqa8", 8192, backend))
-    if arguments.output:
+    if "o" in groups:  # last: who breaks the CUDA context breaks it for those after it
+        run_peers(options.peers, shapes, add)
+    if options.output:
         result = {"environment": describe(), "copy_TB/s": copy, "rows": rows}
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
