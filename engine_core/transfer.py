@@ -54,7 +54,8 @@ class HostPool:
         self._unpin = weakref.finalize(self, _unpin, self._registered)
         self._unpin.atexit = False
         self._closing = False
-        threading.Thread(target=self._make, name="host-pool", daemon=True).start()
+        # No daemon: a process that ends while a thread of it pins memory may crash.
+        threading.Thread(target=self._make, name="host-pool").start()
 
     def images(self, first: int, count: int) -> _Images:
         """View blocks `[first, first + count)`, which are in one slab. Raises IndexError if they are not there."""
@@ -73,7 +74,7 @@ class HostPool:
         # Pageable slabs are promises: half of what is free is what the machine can surely keep.
         room = free_memory(torch.device("cpu"))[0] // 2
         try:
-            while (left := self.max_blocks - self.host_blocks) > 0 and not self._closing:
+            while (left := self.max_blocks - self.host_blocks) > 0 and not self._is_ending():
                 count = min(left, self.slab_blocks)
                 if (self.host_blocks + count) * self.image_bytes > room:
                     raise MemoryError(f"{room >> 20} MiB are half of the free RAM")
@@ -91,6 +92,9 @@ class HostPool:
             )
         finally:
             self.made.set()
+
+    def _is_ending(self) -> bool:
+        return self._closing or not threading.main_thread().is_alive()  # then the process ends, closed or not
 
     def _append(self, slab: Tensor) -> None:
         if self.pinned:

@@ -3,6 +3,7 @@
 import logging
 import mmap
 import select
+import subprocess
 import sys
 import threading
 import time
@@ -322,6 +323,29 @@ def test_memory_that_cannot_be_pinned_is_pageable(caplog: pytest.LogCaptureFixtu
     assert host.host_blocks == 10
     (record,) = caplog.records
     assert "can't pin host memory (RAM, not GPU memory)" in record.getMessage()
+
+
+ENDING = """
+import threading
+from engine_core import transfer
+
+begun = threading.Event()
+
+def pin(slab):
+    begun.set()
+    threading.main_thread().join()  # the process is ending
+    print("pinned", flush=True)
+
+transfer._pin = pin
+transfer.HostPool(1 << 10, 1 << 30, pinned=True, slab_bytes=1 << 10)
+assert begun.wait(10)
+"""
+
+
+def test_a_process_ends_when_the_slab_that_is_being_pinned_is_and_no_later() -> None:
+    """However it ends, and though nobody closes the pool."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "pinned\n"), done.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages as Linux does")
