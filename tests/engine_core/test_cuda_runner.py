@@ -6,7 +6,7 @@ Needs a GPU: `make test-gpu`.
 import itertools
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"sliding_window": 24}),
     "gemma3": ("Gemma3", {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}),
 }
+HOST_MB = 64
 _ids = itertools.count(1)
 
 
@@ -75,12 +76,24 @@ def log_probs(model: Any, ids: list[int]) -> torch.Tensor:
     return result
 
 
-def make_runner(folder: Path, **changes: Any) -> Any:
+@pytest.fixture
+def make_runner() -> Iterator[Callable[..., Any]]:
+    """Loads a model. What makes its host pool, copies or not, ends with the test."""
     from engine_core.cuda_runner import load_cuda_runner
 
-    options = {"num_blocks": 64, "max_cache": 256, "max_running": 8, "prefill_chunk_tokens": 32, "dtype": "fp16"}
-    config = EngineConfig(model=str(folder), device="cuda", **options | changes)
-    return load_cuda_runner(config, lambda done, total: None)
+    made: list[Any] = []
+
+    def make(folder: Path, **changes: Any) -> Any:
+        options = {"num_blocks": 64, "max_cache": 256, "max_running": 8, "prefill_chunk_tokens": 32, "dtype": "fp16"}
+        options |= {"max_cpu_offload_mb": HOST_MB}
+        config = EngineConfig(model=str(folder), device="cuda", **options | changes)
+        made.append(load_cuda_runner(config, lambda done, total: None))
+        return made[-1]
+
+    yield make
+    for runner in made:
+        torch.cuda.synchronize()
+        runner.host_pool.close()
 
 
 class Script:
@@ -120,7 +133,9 @@ class Script:
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_log_probabilities_match_transformers(oracle: Callable[[str], tuple[Path, Any]], case: str) -> None:
+def test_log_probabilities_match_transformers(
+    oracle: Callable[[str], tuple[Path, Any]], make_runner: Callable[..., Any], case: str
+) -> None:
     folder, model = oracle(case)
     script = Script(make_runner(folder)).run()
     assert len(script.found) == 46
@@ -130,7 +145,9 @@ def test_log_probabilities_match_transformers(oracle: Callable[[str], tuple[Path
 
 @pytest.mark.parametrize("kv", ["int8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"])
 @pytest.mark.parametrize("wide", ["none", "1"])
-def test_8_bit_kv_matches_the_cpu(oracle: Callable[[str], tuple[Path, Any]], kv: str, wide: str) -> None:
+def test_8_bit_kv_matches_the_cpu(
+    oracle: Callable[[str], tuple[Path, Any]], make_runner: Callable[..., Any], kv: str, wide: str
+) -> None:
     """The same format in float32 on the CPU: what differs is rounding, which now and then moves a stored code."""
     from engine_core.model_runner import load_runner
 
@@ -147,7 +164,7 @@ def test_8_bit_kv_matches_the_cpu(oracle: Callable[[str], tuple[Path, Any]], kv:
 
 @pytest.mark.parametrize("zeros", [(), ("--asymmetric",)])
 def test_4_bit_weights_match_the_cpu(
-    oracle: Callable[[str], tuple[Path, Any]], tmp_path: Path, zeros: tuple[str, ...]
+    oracle: Callable[[str], tuple[Path, Any]], make_runner: Callable[..., Any], tmp_path: Path, zeros: tuple[str, ...]
 ) -> None:
     from engine_core.model_runner import load_runner
     from tools.quantize_w4 import main
@@ -163,11 +180,11 @@ def test_4_bit_weights_match_the_cpu(
 class Drive:
     """The step loop without its process."""
 
-    def __init__(self, runner: Any, policy: SwapPolicy, host_mb: int = 64, overlap: bool = True) -> None:
+    def __init__(self, runner: Any, policy: SwapPolicy, overlap: bool = True) -> None:
         capacity = Capacity(runner.num_blocks, 16, runner.max_context, 8, 32, block_bytes=runner.block_bytes)
         self.scheduler = Scheduler(capacity, [], policy)
         self.runner, self.overlap = runner, overlap
-        self.transfer = runner.open_transfer(host_mb << 20, lambda: None, 0)
+        self.transfer = runner.open_transfer(HOST_MB << 20, lambda: None, 0)
         self.launch: Callable[[Any, StepPlan], Any] = lambda runner, plan: runner.launch(plan)
         self._in_flight: tuple[StepPlan, Any] | None = None
 
@@ -227,7 +244,7 @@ def assert_greedy(model: Any, request: Request) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("swap_every", [0, 3])
 def test_a_crowd_gets_the_likeliest_tokens(
-    oracle: Callable[[str], tuple[Path, Any]], overlap: bool, swap_every: int
+    oracle: Callable[[str], tuple[Path, Any]], make_runner: Callable[..., Any], overlap: bool, swap_every: int
 ) -> None:
     """Twice as many as the pool holds, swapped for want of room and for nothing."""
     folder, model = oracle("llama")
@@ -242,7 +259,7 @@ def test_a_crowd_gets_the_likeliest_tokens(
         assert_greedy(model, request)
 
 
-def test_overlap_changes_no_token(oracle: Callable[[str], tuple[Path, Any]]) -> None:
+def test_overlap_changes_no_token(oracle: Callable[[str], tuple[Path, Any]], make_runner: Callable[..., Any]) -> None:
     """Greedy, seeded, penalised, and one that stops at a token that it samples."""
     folder, _ = oracle("llama")
     outputs = []
@@ -264,7 +281,9 @@ def test_overlap_changes_no_token(oracle: Callable[[str], tuple[Path, Any]]) -> 
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_whatever_one_can_ask_of_the_sampling(oracle: Callable[[str], tuple[Path, Any]], overlap: bool) -> None:
+def test_whatever_one_can_ask_of_the_sampling(
+    oracle: Callable[[str], tuple[Path, Any]], make_runner: Callable[..., Any], overlap: bool
+) -> None:
     """Side by side in the same steps: several forbidden tokens, biases, penalties, log-probabilities, seeds.
 
     And no launch waits for the device: torch raises at what would.
@@ -292,7 +311,7 @@ def test_whatever_one_can_ask_of_the_sampling(oracle: Callable[[str], tuple[Path
         assert len(request.output) == 12 or request.output[-1] in request.sampling.stop_token_ids
 
 
-def test_prompt_logprobs(oracle: Callable[[str], tuple[Path, Any]]) -> None:
+def test_prompt_logprobs(oracle: Callable[[str], tuple[Path, Any]], make_runner: Callable[..., Any]) -> None:
     folder, model = oracle("llama")
     runner = make_runner(folder)
     prompt = [(5 * n + 2) % 512 for n in range(30)]
