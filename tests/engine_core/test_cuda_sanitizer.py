@@ -23,4 +23,11 @@ def test_prefills_decodes_and_swaps_touch_only_their_own_memory() -> None:
     options = ["--tool", "memcheck", "--error-exitcode", "9"]
     command = [FOUND, *options, sys.executable, "-m", "pytest", "-q", RUN]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=590)
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.returncode == 0, told(done.returncode, done.stdout, done.stderr)
+
+
+def told(code: int, stdout: str, stderr: str) -> str:
+    """The sanitizer's summary, and the ends of what it and pytest said."""
+    summary = [line for text in (stdout, stderr) for line in text.splitlines() if "ERROR SUMMARY" in line]
+    ends = [f"-- {name}\n" + "\n".join(text.splitlines()[-40:]) for name, text in (("out", stdout), ("err", stderr))]
+    return "\n".join([f"exit code {code}", *(summary or ["no ERROR SUMMARY"]), *ends])
