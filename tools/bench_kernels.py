@@ -1,7 +1,8 @@
 """Time the CUDA kernels beside the copy bandwidth of the same process, and beside others' attention: torch's own, and
 those of tools/attention_peers.py that can be imported.
 
-    python -m tools.bench_kernels [--only ldwpo] [--shape gqa8,128,8192] [--peers flashinfer,xformers] [--output FILE]
+    python -m tools.bench_kernels [--only ldwpo] [--shape gqa8,128,8192] [--formats bf16,e4m3]
+        [--peers flashinfer,xformers] [--output FILE]
 
 Times are medians of graph replays; each graph walks over the layers of a pool larger than the L2 cache.
 """
@@ -174,7 +175,9 @@ def peer_decode(peer: Peer, module: Any, shape: Shape, kv_format: str) -> dict[s
     return result | {"k": kv_format, "v": kv_format} | times | {"TB/s": read / times["us"] / 1e6}
 
 
-def run_peers(names: Sequence[str], shapes: Sequence[Shape], add: Callable[[dict[str, Any]], None]) -> None:
+def run_peers(
+    names: Sequence[str], formats: Sequence[str], shapes: Sequence[Shape], add: Callable[[dict[str, Any]], None]
+) -> None:
     """Time those that can be imported, all or the named ones; one that fails is told of, and others go on."""
     for peer in PEERS:
         if names and peer.name.lower().replace(" ", "-") not in names:
@@ -185,7 +188,7 @@ def run_peers(names: Sequence[str], shapes: Sequence[Shape], add: Callable[[dict
             print(f"{peer.name}: can't be imported: {_line(error)}")
             continue
         for shape in shapes:
-            for kv_format in peer.formats:
+            for kv_format in [one for one in peer.formats if not formats or one in formats]:
                 try:
                     add(peer_decode(peer, module, shape, kv_format))
                 except Exception as error:
@@ -290,7 +293,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", type=_shape, help="MODEL,BATCH,CONTEXT: this decode step and no other")
     names = [peer.name.lower().replace(" ", "-") for peer in PEERS]
     parser.add_argument("--peers", default="", help=f"with commas between, of {', '.join(names)}; the default is all")
+    parser.add_argument("--formats", default="", help="of the KV in decode steps, with commas between")
     options = parser.parse_args(arguments)
+    options.formats = options.formats.split(",") if options.formats else []
     options.peers = options.peers.split(",") if options.peers else []
     if unknown := set(options.peers) - set(names):
         parser.error(f"no such peer: {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
@@ -325,10 +330,10 @@ def main() -> None:
         add(launch_cost())
     if "d" in groups:
         for shape in shapes:
-            for k, v in (("bf16", "bf16"), ("int8", "int8"), ("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3_scaled",) * 2):
-                add(decode_attention(*shape, k, v))
+            for kv_format in options.formats or ("bf16", "int8", "e4m3", "e5m2", "e4m3_scaled"):
+                add(decode_attention(*shape, kv_format, kv_format))
             add(sdpa_decode(*shape))
-        for v in ("int8", "e4m3") if SHAPES[0] in shapes else ():
+        for v in ("int8", "e4m3") if SHAPES[0] in shapes and not options.formats else ():
             add(decode_attention(*SHAPES[0], "bf16", v))
     if "w" in groups:
         for model in ("3b", "8b"):
@@ -345,7 +350,7 @@ def main() -> None:
         for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             add(sdpa_prefill("gqa8", 8192, backend))
     if "o" in groups:  # last: who breaks the CUDA context breaks it for those after it
-        run_peers(options.peers, shapes, add)
+        run_peers(options.peers, options.formats, shapes, add)
     if options.output:
         result = {"environment": describe(), "copy_TB/s": copy, "rows": rows}
         options.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -310,7 +310,7 @@ def test_peers_that_are_missing_or_fail_are_told_of_and_others_go_on(
     monkeypatch.setattr(bench_kernels, "L2_TIMES_FIVE", 1 << 16)
     monkeypatch.setattr(bench_kernels, "time_calls", time_calls)
     rows: list[dict[str, Any]] = []
-    bench_kernels.run_peers([], [("3b", 2, 40)], rows.append)
+    bench_kernels.run_peers([], [], [("3b", 2, 40)], rows.append)
     told = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0].partition(",")[0] for line in told] == ["Missing", "Broken", "Wrong"]
     assert told[1].endswith("RuntimeError: no kernel image")
@@ -318,15 +318,18 @@ def test_peers_that_are_missing_or_fail_are_told_of_and_others_go_on(
     assert [(row["op"], row["k"]) for row in rows] == [(title, "bf16"), (title, "e4m3")]
     sizes = [2 * 2 * 40 * 2 * 128 * size for size in (2, 1)]
     assert [row["TB/s"] for row in rows] == [size / 10 / 1e6 for size in sizes]
-    bench_kernels.run_peers(["right-one"], [("3b", 1, 16)], rows.append)
-    assert len(rows) == 4
+    bench_kernels.run_peers(["right-one"], ["e4m3", "int8"], [("3b", 1, 16)], rows.append)
+    assert [row["k"] for row in rows[2:]] == ["e4m3"]
     assert not capsys.readouterr().out
 
 
 def test_what_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    options = bench_kernels.parse(["--only", "o", "--shape", "gqa8,128,8192", "--peers", "flashinfer,vllm-fa3"])
+    options = bench_kernels.parse(
+        ["--only", "o", "--shape", "gqa8,128,8192", "--peers", "flashinfer,vllm-fa3", "--formats", "bf16"]
+    )
+    assert options.formats == ["bf16"]
     assert (options.shape, options.peers) == (("gqa8", 128, 8192), ["flashinfer", "vllm-fa3"])
-    assert bench_kernels.parse([]).peers == []
+    assert bench_kernels.parse([]).peers == bench_kernels.parse([]).formats == []
     for wrong, named in ((["--peers", "fa4"], "fa4"), (["--shape", "9b,1,1"], "9b"), (["--shape", "3b,1"], "3b,1")):
         with pytest.raises(SystemExit):
             bench_kernels.parse(wrong)
