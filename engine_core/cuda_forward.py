@@ -7,9 +7,11 @@ from engine_core.cuda_inputs import StepInputs, StepShape
 from engine_core.model.decoder import Decoder, gelu_mul
 from engine_core.model.rope import rope_table
 from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV
+from kernels.cuda_dense_linear import CudaDenseLinear
 from kernels.cuda_elementwise import add_rms_norm, embedding, rms_norm, silu_mul
 from kernels.cuda_layout import KVLayout
 from kernels.kv_format import BlockLayout
+from kernels.linear import Linear
 
 _GATES = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 Kind = tuple[str, str]  # formats of K and V
@@ -70,10 +72,9 @@ class CudaForward:
         for number, layer in enumerate(layers):
             qkv = layer.qkv(x).view(tokens, -1, self._head_dim)
             self._attend(number, qkv, mixed, decodes, prefills)
-            x = self._add_norm(layer.o(mixed.view(tokens, -1)), hidden, layer.attn_out_norm, layer.mlp_norm)
-            x = layer.down(self._gate(layer.gate_up(x)))
+            x = self._add_norm(layer.o, mixed.view(tokens, -1), hidden, layer.attn_out_norm, layer.mlp_norm)
             following = layers[number + 1].attn_norm if number + 1 < len(layers) else self._decoder.norm
-            x = self._add_norm(x, hidden, layer.mlp_out_norm, following)
+            x = self._add_norm(layer.down, self._gate(layer.gate_up(x)), hidden, layer.mlp_out_norm, following)
         return x
 
     def _attend(self, number: int, qkv: Tensor, out: Tensor, decodes: int, prefills: int) -> None:
@@ -99,10 +100,14 @@ class CudaForward:
             batch = inputs.tables[rows], inputs.lengths[rows], inputs.query_start[: prefills + 1]
             self._prefill[kind, layer.window](layout, self.pool, query, out, *batch)
 
-    def _add_norm(self, x: Tensor, hidden: Tensor, own_norm: Tensor | None, following: Tensor) -> Tensor:
-        """Add x to hidden, after a norm of its own if it has one, and return the norm that follows."""
+    def _add_norm(
+        self, linear: Linear, x: Tensor, hidden: Tensor, own_norm: Tensor | None, following: Tensor
+    ) -> Tensor:
+        """Add what x becomes to hidden, after a norm of its own if it has one, and return the norm that follows."""
         if own_norm is not None:
-            x = rms_norm(x, own_norm, self._eps)
+            x = rms_norm(linear(x), own_norm, self._eps)
+        else:
+            x = linear.parts(x) if isinstance(linear, CudaDenseLinear) else linear(x)
         return add_rms_norm(x, hidden, following, self._eps)
 
 

@@ -11,7 +11,8 @@ from kernels.compiler import KernelError, Variant
 from kernels.launcher import kernel
 
 _THREADS = 128
-_RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _GATHER = range(4)
+_RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _GATHER, _ADD_SLICES = range(5)
+_NORMS = _RMS_NORM, _ADD_RMS_NORM, _ADD_SLICES
 _VECTORS = (1, 2, 4, 8, 16)
 MOST_WIDTH = 8 * _THREADS * _VECTORS[-1]
 """The widest row that a norm takes."""
@@ -26,7 +27,7 @@ def all_variants() -> list[Variant]:
     """Everything that these ops can ask for."""
     found = []
     for dtype in (torch.float16, torch.bfloat16):
-        found += [_variant(op, dtype, vectors) for op in (_RMS_NORM, _ADD_RMS_NORM) for vectors in _VECTORS]
+        found += [_variant(op, dtype, vectors) for op in _NORMS for vectors in _VECTORS]
         found += [_variant(op, dtype) for op in (_SILU_MUL, _GATHER)]
     return found
 
@@ -37,8 +38,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Add x `[n, d]` to residual `[n, d]` in place and return the norm of the sum. `out` may be x."""
-    return _norm(_ADD_RMS_NORM, x, residual, weight, eps, out)
+    """Add x `[n, d]` to residual `[n, d]` in place and return the norm of the sum. `out` may be x.
+
+    X may also be float32 `[slices, n, d]`, packed: then all slices are added.
+    """
+    return _norm(_ADD_RMS_NORM if x.dim() == 2 else _ADD_SLICES, x, residual, weight, eps, out)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -63,14 +67,18 @@ def embedding(ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _norm(op: int, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
-    rows, width = len(x), x.shape[-1]
-    _check_rows("x", x, rows, width, x.dtype)
+    rows, width, like = *x.shape[-2:], x if residual is None else residual
+    if op == _ADD_SLICES:
+        if x.dtype != torch.float32 or x.dim() != 3 or not x.is_contiguous() or not x.is_cuda:
+            raise KernelError(f"x: {x.dtype} {tuple(x.shape)} on {x.device}; wanted float32, packed, on a CUDA device")
+    else:
+        _check_rows("x", x, rows, width, like.dtype)
     if residual is not None:
-        _check_rows("residual", residual, rows, width, x.dtype)
-    _check_rows("weight", weight.unsqueeze(0), 1, width, x.dtype)
+        _check_rows("residual", residual, rows, width, like.dtype)
+    _check_rows("weight", weight.unsqueeze(0), 1, width, like.dtype)
     if width > MOST_WIDTH:
         raise KernelError(f"x: rows of {width}; {MOST_WIDTH} at most")
-    out = _output(out, x, rows, width)
+    out = _output(out, like, rows, width)
     vectors = next(count for count in _VECTORS if 8 * _THREADS * count >= width)
     _launch(op, x, out, residual, weight, eps, vectors)
     return out
@@ -115,8 +123,8 @@ def _launch(
     index = x.device.index
     if any(t is not None and t.device != x.device for t in (out, residual, other)):
         raise KernelError(f"tensors on several devices, the first on {x.device}")
-    columns = 1 if op in (_RMS_NORM, _ADD_RMS_NORM) else -(-width // (8 * _THREADS))
-    kernel(_variant(op, x.dtype, vectors), "4P4qif", _THREADS, index)(
+    columns = 1 if op in _NORMS else -(-width // (8 * _THREADS))
+    kernel(_variant(op, out.dtype, vectors), "4P4q2if4x", _THREADS, index)(
         (rows, columns, 1),
         x.data_ptr(),
         0 if residual is None else residual.data_ptr(),
@@ -127,5 +135,6 @@ def _launch(
         out.stride(0),
         len(x),
         width,
+        len(x),
         eps,
     )

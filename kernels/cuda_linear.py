@@ -1,13 +1,10 @@
 """Dense linear layers for few rows, where cuBLAS leaves bandwidth unused. Sources: `one_row.cu`, `few_rows.cu`."""
 
-import contextlib
-
 import torch
 from torch import Tensor
 
 from kernels.compiler import KernelError, Variant
 from kernels.launcher import kernel, shared_bytes
-from kernels.linear import DenseLinear, HybridLinear, Linear
 
 FEW_ROWS = 8
 """Rows that `FewRowsLinear` takes at most: beyond them cuBLAS is as fast."""
@@ -32,7 +29,8 @@ def all_variants() -> list[Variant]:
     return [*map(_variant, dtypes), *few]
 
 
-def _check_weight(weight: Tensor, bias: Tensor | None, multiple: int) -> None:
+def check_weight(weight: Tensor, bias: Tensor | None, multiple: int) -> None:
+    """Raise KernelError unless weight is float16 or bfloat16 `[out, in]`, packed, in a multiple of `multiple`."""
     if (
         weight.dtype not in (torch.float16, torch.bfloat16)
         or weight.dim() != 2
@@ -46,7 +44,8 @@ def _check_weight(weight: Tensor, bias: Tensor | None, multiple: int) -> None:
         raise KernelError(f"bias: {bias.dtype} {tuple(bias.shape)} for a weight {tuple(weight.shape)}")
 
 
-def _check_x(x: Tensor, weight: Tensor, most_rows: int) -> None:
+def check_x(x: Tensor, weight: Tensor, most_rows: int) -> None:
+    """Raise KernelError unless x is `[1 to most_rows, in]` and rows are aligned to 16 bytes."""
     if (
         x.dtype != weight.dtype
         or x.dim() != 2
@@ -68,13 +67,13 @@ class OneRowLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Weight `[out, in]` float16 or bfloat16, contiguous; in a multiple of 8; bias `[out]` of the same dtype."""
-        _check_weight(weight, bias, 8)
+        check_weight(weight, bias, 8)
         self._weight, self._bias = weight, bias
         self._kernel = kernel(_variant(weight.dtype), "4P2i", 32 * _WARPS, weight.device.index)
 
     def __call__(self, x: Tensor) -> Tensor:
         """X `[1, in]` to `[1, out]`, same dtype."""
-        _check_x(x, self._weight, 1)
+        check_x(x, self._weight, 1)
         columns, width = self._weight.shape
         out = torch.empty((1, columns), dtype=x.dtype, device=x.device)
         bias = 0 if self._bias is None else self._bias.data_ptr()
@@ -101,7 +100,7 @@ class FewRowsLinear:
         `slices`: blocks that share the columns of a row; 0: as few as possible. KernelError if it needs more of them,
         and on other GPUs.
         """
-        _check_weight(weight, bias, _STEP)
+        check_weight(weight, bias, _STEP)
         self._weight, self._bias = weight, bias
         device, most_shared = weight.device.index, shared_bytes(weight.device.index) - 1024
         if torch.cuda.get_device_capability(device) != (9, 0):
@@ -125,7 +124,7 @@ class FewRowsLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """X `[n, in]` to `[n, out]`, same dtype; rows of x may be apart."""
         weight = self._weight
-        _check_x(x, weight, FEW_ROWS)
+        check_x(x, weight, FEW_ROWS)
         rows, (outs, width) = len(x), weight.shape
         out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
         self._kernel(
@@ -142,11 +141,3 @@ class FewRowsLinear:
             shared_bytes=self._shared,
         )
         return out
-
-
-def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Which of these takes how many rows; cuBLAS takes the others. Arguments are those of `OneRowLinear`."""
-    many: Linear = DenseLinear(weight, bias)
-    with contextlib.suppress(KernelError):  # another GPU, or another shape
-        many = HybridLinear(FewRowsLinear(weight, bias), many, FEW_ROWS)
-    return HybridLinear(OneRowLinear(weight, bias), many, 1)

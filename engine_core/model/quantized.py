@@ -125,9 +125,9 @@ class LinearMaker:
 
     def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if self._is_cuda and weight.shape[1] % 8 == 0 and self.dtype.itemsize == 2:
-            from kernels.cuda_linear import dense_linear
+            from kernels.cuda_dense_linear import CudaDenseLinear
 
-            return dense_linear(weight, bias)
+            return CudaDenseLinear(weight, bias)
         return PackedLinear(weight, bias) if self._packs else DenseLinear(weight, bias)
 
     def _cuda_int4(self, parts: Sequence[W4Weight], bias: Tensor | None) -> Linear:

@@ -116,6 +116,9 @@ DEVICE void load_stream2(const void* p, u32& a, u32& b) {
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "l"(p));
 }
 
+// Of constants that are read after wait_for_previous(): they come from memory meanwhile.
+DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
+
 DEVICE u32 load_stream1(const void* p) {
     u32 a;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(a) : "l"(p));

@@ -525,12 +525,16 @@ __shared__ volatile int kept[12];  // while a segment is read, for want of regis
 extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
     decode_attention(const __grid_constant__ Params p) {
     let_next_start();
-    wait_for_previous();
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = lane >> 2, c = lane & 3;
-    const PlanEntry* own = (const PlanEntry*)(p.plan + PLAN_HEADER) + blockIdx.x;
+    const PlanEntry* own = (const PlanEntry*)(p.plan + PLAN_HEADER) + blockIdx.x;  // there since the step began
     PlanEntry at = *own;
     int per_block = p.plan[0], total = p.plan[1], heads = p.kv_heads * p.row_blocks;
     int position = blockIdx.x * per_block, end = min(position + per_block, total);
+    if (position < end) {
+        const int tile = tile_range(at.length, at.tokens, p.window).first + at.tile;
+        prefetch_l2(p.tables + (i64)at.request * p.table_stride + (tile >> p.block_tiles_log2));
+    }
+    wait_for_previous();
     while (position < end) {
         TileRange range = tile_range(at.length, at.tokens, p.window);
         int take = min(range.count - at.tile, end - position), first = range.first + at.tile;

@@ -2,19 +2,20 @@
 //
 // Arithmetic is float32; the residual sum is rounded to the compute dtype before the norm, as it is kept.
 //
-// Macros: OP (0 RMSNorm, 1 with residual, 2 SiLU, 3 gather); IS_BF16; VECTORS, pieces of 16 bytes per thread (norms only).
+// Macros: OP (0 RMSNorm, 1 with residual, 2 SiLU, 3 gather, 4 as 1 for x in float32 parts that are to be added up); IS_BF16;
+// VECTORS, pieces of 16 bytes per thread (norms only).
 #include "common.cuh"
 
 constexpr int THREADS = 128;
 
 struct Params {
-    const u16* x;       // rows of the input; of the table for the gather
+    const u16* x;       // rows of the input; of the table for the gather; float32 [slices, rows, width] of OP 4
     u16* residual;      // [rows, width], read and written
     const void* other;  // weights of the norm, 16-bit [width]; ids of the gather, int64 [rows]
     u16* out;           // [rows, width]
     i64 x_stride, residual_stride, out_stride;  // elements per row
     i64 table_rows;
-    int width;          // of the output
+    int width, slices;  // of the output; of OP 4
     float eps;
 };
 
@@ -32,7 +33,7 @@ DEVICE Words4 repack(const float (&f)[8]) {
     return {pack<IS_BF16>(f[0], f[1]), pack<IS_BF16>(f[2], f[3]), pack<IS_BF16>(f[4], f[5]), pack<IS_BF16>(f[6], f[7])};
 }
 
-#if OP < 2
+#if OP < 2 || OP == 4
 DEVICE float sum_of_block(float x) {
     __shared__ float parts[THREADS / 32];
 #pragma unroll
@@ -45,21 +46,37 @@ DEVICE float sum_of_block(float x) {
     return x;
 }
 
+// Eight elements of a row of x, of all slices.
+DEVICE void add_slices(float (&f)[8], const Params& p, i64 row, int at, int pieces) {
+    const Float4* x = (const Float4*)((const float*)p.x + row * p.width) + at * 2;
+#pragma unroll
+    for (int j = 0; j < 8; j++) f[j] = 0;
+    if (at >= pieces) return;
+#pragma unroll 4
+    for (int slice = 0; slice < p.slices; slice++, x += gridDim.x * (i64)p.width / 4) {
+        const Float4 a = x[0], b = x[1];
+        f[0] += a.x, f[1] += a.y, f[2] += a.z, f[3] += a.w, f[4] += b.x, f[5] += b.y, f[6] += b.z, f[7] += b.w;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
     let_next_start();
-    wait_for_previous();
     const i64 row = blockIdx.x;
-    const Words4* x = (const Words4*)(p.x + row * p.x_stride);
+    const Words4 *weight = (const Words4*)p.other, *x = (const Words4*)(p.x + row * p.x_stride);
     Words4* residual = (Words4*)(p.residual + row * p.residual_stride);
     const int pieces = p.width / 8;
+    for (int at = threadIdx.x * 8; at < pieces; at += THREADS * 8) prefetch_l2(weight + at);  // a line of 128 bytes each
+    wait_for_previous();
     Words4 kept[VECTORS];
     float f[8], sum = 0;
+#if OP != 4
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         int at = i * THREADS + threadIdx.x;
         kept[i] = at < pieces ? x[at] : Words4{0, 0, 0, 0};
     }
-#if OP == 1
+#endif
+#if OP != 0
     Words4 old[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
@@ -70,7 +87,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
     for (int i = 0; i < VECTORS; i++) {
         int at = i * THREADS + threadIdx.x;
         float g[8];
+#if OP == 4
+        add_slices(f, p, row, at, pieces);
+#else
         unpack(f, kept[i]);
+#endif
         unpack(g, old[i]);
 #pragma unroll
         for (int j = 0; j < 8; j++) f[j] += g[j];
@@ -85,7 +106,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
         for (int j = 0; j < 8; j++) sum = fmaf(f[j], f[j], sum);
     }
     float factor = 1.0f / sqrtf(sum_of_block(sum) / p.width + p.eps);
-    const Words4* weight = (const Words4*)p.other;
     Words4* out = (Words4*)(p.out + row * p.out_stride);
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
@@ -101,8 +121,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
-    let_next_start();
+    if (OP == 2) let_next_start();
     wait_for_previous();
+    if (OP == 3) let_next_start();  // it begins a step: the plan, which later kernels read before they wait, is there
     const i64 row = blockIdx.x;
     const int at = blockIdx.y * THREADS + threadIdx.x;
     if (at >= p.width / 8) return;

@@ -30,11 +30,13 @@ DEVICE void copy_bulk(u32 to, const void* from, int bytes, u32 barrier) {
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-DEVICE void load_box(u32 to, const TensorMap& map, int feature, int token, u32 barrier) {
+DEVICE void load_box(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(to), "l"(&map), "r"(feature), "r"(token), "r"(barrier) : "memory");
+                 ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
+
+DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // -- matrix instructions ---------------------------------------------------------------------------------------------
 

@@ -124,20 +124,22 @@ DEVICE void store(u8* row, u16* scale_at, const float (&x)[2][EACH], int at, boo
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) write_kv(const __grid_constant__ Params p) {
     let_next_start();
-    wait_for_previous();
     const int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (token >= p.tokens) return;
+    const i64 slot = p.slots[token], position = p.positions[token];  // there since the step began
+    prefetch_l2(p.cos_sin + position * HEAD_DIM + lane % 4 * (HEAD_DIM / 4));
     const int at = lane % LANES * EACH, all_heads = p.q_heads + 2 * p.kv_heads;
     const int first = blockIdx.y * p.groups_per_warp * HEADS, last = min(first + p.groups_per_warp * HEADS, all_heads);
     const u16* const heads = p.qkv + token * p.qkv_stride;
     int head = first + lane / LANES;
     bool active = at < HALF && head < last;
+    if (p.bias && active) prefetch_l2(p.bias + head * HEAD_DIM + at);
+    wait_for_previous();
     Raw next = {};
     if (active) next = load(heads + head * HEAD_DIM, at);
-    const i64 slot = p.slots[token];
     float cosine[EACH] = {}, sine[EACH] = {};  // idle lanes must not bring in a NaN
     if (at < HALF && first < p.q_heads + p.kv_heads) {
-        const Float4* from = (const Float4*)(p.cos_sin + p.positions[token] * HEAD_DIM + at);
+        const Float4* from = (const Float4*)(p.cos_sin + position * HEAD_DIM + at);
         const Float4 four[4] = {from[0], from[1], from[HALF / 4], from[HALF / 4 + 1]};
 #pragma unroll
         for (int i = 0; i < 2; i++) {

@@ -173,7 +173,7 @@ def test_who_lets_the_next_kernel_start_waits_for_the_one_before() -> None:
     for path in sorted(compiler.SOURCES.glob("*.cu")):
         text = path.read_text("utf-8")
         entries = text.count('extern "C" __global__')
-        assert text.count("let_next_start();") == text.count("wait_for_previous();"), path.name
-        assert text.count("wait_for_previous();") in (0, entries), path.name
+        assert text.count("wait_for_previous();") == (entries if "let_next_start();" in text else 0), path.name
         early += [path.name] * Variant(path.name).is_early
-    assert early == ["decode_attention.cu", "elementwise.cu", "few_rows.cu", "one_row.cu", "write_kv.cu"]
+    others = ["dense_sm90.cu", "elementwise.cu", "few_rows.cu", "one_row.cu", "write_kv.cu"]
+    assert early == ["decode_attention.cu", *others]

@@ -34,6 +34,7 @@ def test_what_is_not_on_a_gpu_or_not_aligned_is_refused() -> None:
     calls: list[Callable[[], object]] = [
         lambda: ops.rms_norm(x, weight, 1e-6),
         lambda: ops.add_rms_norm(x, x, weight, 1e-6),
+        lambda: ops.add_rms_norm(x[None].float(), x, weight, 1e-6),
         lambda: ops.silu_mul(x),
         lambda: ops.embedding(torch.zeros(3, dtype=torch.int64), x),
     ]
@@ -58,6 +59,23 @@ def guarded(rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 def close(out: torch.Tensor, wanted: torch.Tensor, rounding: float) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=rounding * 1.1, atol=2.0**-24)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, 576, 2048, 3584, 16384])
+def test_a_norm_of_what_comes_in_parts(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(width)
+    for slices, rows in ((1, 3), (2, 1), (5, 130), (8, 32)):
+        parts = torch.randn(slices, rows, width, device="cuda")
+        old, weight = torch.randn(rows, width, device="cuda").to(dtype), torch.randn(width, device="cuda").to(dtype)
+        residual, (out, whole) = old.clone(), guarded(rows, width, dtype)
+        ops.add_rms_norm(parts, residual, weight, 1e-6, out)
+        close(residual, parts.double().sum(0) + old.double(), ROUNDING[dtype])
+        kept = residual.double()
+        close(out, kept * (kept.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double(), ROUNDING[dtype])
+        assert (whole[0] == 7).all() and (whole[-1] == 7).all()
 
 
 @pytest.mark.gpu

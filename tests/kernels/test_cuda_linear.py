@@ -3,15 +3,19 @@
 import pytest
 import torch
 
+from kernels import cuda_linear_sm90
 from kernels.compiler import KernelError, compile_variant
+from kernels.cuda_dense_linear import CudaDenseLinear
 from kernels.cuda_linear import FewRowsLinear, OneRowLinear, all_variants
+from kernels.cuda_linear_sm90 import HopperLinear, plan
 
 gpu = pytest.mark.gpu
+hopper = pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="for Hopper only")
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90"])
 def test_it_compiles_without_spills(target: str) -> None:
-    for unit in all_variants():
+    for unit in [*all_variants(), *cuda_linear_sm90.all_variants()]:
         if unit.only not in (None, target + "a"):
             continue
         assert compile_variant(unit, target).spill_bytes == 0, unit
@@ -74,3 +78,62 @@ def test_what_a_few_rows_can_not_have_is_refused() -> None:
     for weight, slices in ((narrow, 2), (torch.zeros(64, 1 << 17, device="cuda", dtype=torch.float16), 0)):
         with pytest.raises(KernelError, match="too wide"):
             FewRowsLinear(weight, None, slices)
+
+
+@pytest.mark.parametrize("outs", [8, 16, 264, 2048, 2560, 22016, 37888, 151936, 320008])
+@pytest.mark.parametrize("steps", [1, 3, 32, 296])
+def test_a_plan_covers_the_weight_and_leaves_few_blocks_idle(outs: int, steps: int) -> None:
+    for most in (1, 4, 8):
+        slices, rows, tiles = plan(outs, steps, 132, most)
+        assert 1 <= slices <= min(most, steps) and rows % 8 == 0 and 8 <= rows <= 192
+        assert (tiles - 1) * rows < outs <= tiles * rows
+        groups = 132 // slices
+        rounds = -(-tiles // groups)
+        assert rounds * groups * rows < outs + 8 * groups * rounds
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("slices", [1, 2, 5, 8])
+@pytest.mark.parametrize("shape", [(2560, 2048), (8, 256), (136, 1000), (2048, 11008), (22016, 2048), (40000, 288)])
+def test_rows_on_hopper_agree_with_float64(shape: tuple[int, int], slices: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    for dtype in (torch.float16, torch.bfloat16):
+        weight = torch.randn(shape, generator=generator, device="cuda").to(dtype)
+        bias = torch.randn(shape[:1], generator=generator, device="cuda").to(dtype)
+        for own_bias in (None, bias):
+            layer = HopperLinear(weight, own_bias, slices)
+            for rows in (1, 7, 8, 9, 16, 31, 64):
+                x = torch.full((rows, shape[1] + 8), float("nan"), device="cuda", dtype=dtype)[:, : shape[1]]
+                x.copy_(torch.randn(x.shape, generator=generator, device="cuda"))
+                expected = x.double() @ weight.double().T + (0 if own_bias is None else own_bias.double())
+                out, parts = layer(x), layer.parts(x)
+                assert torch.equal(layer(x), out) and torch.equal(layer.parts(x), parts), "always in the same order"
+                assert 1 <= len(parts) <= slices
+                for found, most in ((out, 2e-3 if dtype == torch.float16 else 1e-2), (parts.sum(0), 1e-4)):
+                    assert (found.double() - expected).norm() / expected.norm() < most, rows
+
+
+@gpu
+def test_every_number_of_rows_finds_a_way() -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    for shape in ((64, 256), (4096, 512), (24000, 256)):
+        weight = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+        layer = CudaDenseLinear(weight, weight[:, 0].contiguous())
+        for rows in (1, 2, 8, 9, 64, 65):
+            x = torch.randn(rows, shape[1], generator=generator, device="cuda").bfloat16()
+            expected = x.double() @ weight.double().T + weight[:, 0].double()
+            parts = layer.parts(x)
+            for found in (layer(x), parts if parts.dim() == 2 else parts.sum(0)):
+                assert (found.double() - expected).norm() / expected.norm() < 1e-2, rows
+
+
+@gpu
+@hopper
+def test_what_the_hopper_kernel_can_not_have_is_refused() -> None:
+    weight = torch.zeros(64, 64, device="cuda", dtype=torch.float16)
+    with pytest.raises(KernelError, match="x: "):
+        HopperLinear(weight)(torch.zeros(65, 64, device="cuda", dtype=torch.float16))
+    for bad in (weight[:60], weight[:, :60], weight.float()):
+        with pytest.raises(KernelError, match="weight: "):
+            HopperLinear(bad)
