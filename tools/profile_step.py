@@ -5,16 +5,16 @@
 
 Random weights, one process, no scheduler: the same rows again and again, as the engine would launch them. `--prefill`
 adds steps of one chunk of so many tokens. `first` is the time of the first step of its shape, `step` that from step to
-step with two of them in flight, `busy` that of all kernels, `host` that of the calls that launch one: `upload` of the
-inputs, `forward` (a graph, or every launch), `sample`.
+step with two of them in flight, `busy` that in which any kernel runs, `host` that of the calls that launch one: `upload`
+of the inputs, `forward` (a graph, or every launch), `sample`. Kernels may overlap, the next one waiting for the end of
+the one before: a kernel's time is what passes, while it runs, after the one before it has ended.
 """
 
 import argparse
 import json
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -44,6 +44,20 @@ def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
         return result
 
     return wrapper
+
+
+def shares(intervals: Sequence[tuple[str, float, float]]) -> dict[str, tuple[float, int]]:
+    """By name: the time that passes while an interval (name, start, end) lasts and after all others that end before it.
+
+    The sum of all is the time in which there is any. And how many there are.
+    """
+    found: dict[str, tuple[float, int]] = {}
+    last = 0.0
+    for name, start, end in sorted(intervals, key=lambda interval: interval[2]):
+        time_, count = found.get(name, (0.0, 0))
+        found[name] = time_ + end - max(start, last), count + 1
+        last = end
+    return found
 
 
 def make_plan(rows: int, context: int) -> StepPlan:
@@ -88,20 +102,21 @@ def measure(runner: CudaRunner, plan: StepPlan) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             runner.launch(plan).tokens()
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found = kernels[event.name]
-            found[0] += event.device_time / 5
-            found[1] += 1
+    kernels = shares(
+        [
+            (event.name, event.time_range.start, event.time_range.end)
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+    )
     top = sorted(kernels.items(), key=lambda item: -item[1][0])
     return {
         "first_us": first * 1e6,
         "step_us": median(steps) * 1e6,
         "host_us": median(host) * 1e6,
         **{f"{name}_us": median(times) * 1e6 for name, times in parts.items()},
-        "busy_us": sum(found[0] for found in kernels.values()),
-        "kernels": [{"name": name, "us": us, "calls": calls / 5} for name, (us, calls) in top],
+        "busy_us": sum(us for us, _ in kernels.values()) / 5,
+        "kernels": [{"name": name, "us": us / 5, "calls": calls / 5} for name, (us, calls) in top],
     }
 
 
