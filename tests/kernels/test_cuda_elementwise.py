@@ -57,8 +57,8 @@ def guarded(rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return whole[1:-1], whole
 
 
-def close(out: torch.Tensor, wanted: torch.Tensor, rounding: float) -> None:
-    torch.testing.assert_close(out.double(), wanted, rtol=rounding * 1.1, atol=2.0**-24)
+def close(out: torch.Tensor, wanted: torch.Tensor, rounding: float, least: float = 2.0**-24) -> None:
+    torch.testing.assert_close(out.double(), wanted, rtol=rounding * 1.1, atol=least)
 
 
 @pytest.mark.gpu
@@ -72,7 +72,7 @@ def test_a_norm_of_what_comes_in_parts(dtype: torch.dtype, width: int) -> None:
         old, weight = torch.randn(rows, width, device="cuda").to(dtype), torch.randn(width, device="cuda").to(dtype)
         residual, (out, whole) = old.clone(), guarded(rows, width, dtype)
         ops.add_rms_norm(parts, residual, weight, 1e-6, out)
-        close(residual, parts.double().sum(0) + old.double(), ROUNDING[dtype])
+        close(residual, parts.double().sum(0) + old.double(), ROUNDING[dtype], 2e-6)  # float32 sums that cancel
         kept = residual.double()
         close(out, kept * (kept.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double(), ROUNDING[dtype])
         assert (whole[0] == 7).all() and (whole[-1] == 7).all()
