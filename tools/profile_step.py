@@ -5,9 +5,9 @@
 
 Random weights, one process, no scheduler: the same rows again and again, as the engine would launch them. `--prefill`
 adds steps of one chunk of so many tokens. `first` is the time of the first step of its shape, `step` that from step to
-step with two of them in flight, `busy` that in which any kernel runs, `host` that of the calls that launch one: `upload`
-of the inputs, `forward` (a graph, or every launch), `sample`. Kernels may overlap, the next one waiting for the end of
-the one before: a kernel's time is what passes, while it runs, after the one before it has ended.
+step with two of them in flight, `busy` that in which any kernel runs, `host` that of the calls that launch one:
+`upload` of the inputs, `forward` (a graph, or every launch), `sample`. Kernels may overlap, the next one waiting for
+the end of the one before: a kernel's time is what passes, while it runs, after the one before it has ended.
 """
 
 import argparse
