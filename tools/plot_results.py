@@ -6,7 +6,7 @@
 | --- | --- |
 | kernels-h200.png | kernels-h200.json: decode attention as a share of the copy bandwidth, prefill in TFLOP/s |
 | w4-h200.png | w4-h200.json: 4-bit layers, cuBLAS with 16-bit weights and torch's int4, by tokens |
-| engine-h200.png | engine-pressure-h200.json and vllm-h200.json: a pool for half of the work |
+| engine-h200.png | engine-h200.json and vllm-h200.json: a pool for half of the work |
 | concurrency.png | article-*/concurrency-*.json: tokens/s and time per token by concurrency |
 """
 
@@ -108,12 +108,12 @@ def plot_w4(folder: Path) -> pyplot.Figure:
 
 
 def plot_engine(folder: Path) -> pyplot.Figure:
-    runs = [run for run in read(folder / "engine-pressure-h200.json")["runs"] if "pressure" in run["cases"]]
-    ours = {run["config"]["prefill_chunk_tokens"]: run["cases"] for run in runs}
     theirs = read(folder / "vllm-h200.json")
-    engines = {f"here, chunks of {chunk}": cases["pressure"] for chunk, cases in sorted(ours.items())}
-    engines |= {theirs["engine"]: theirs["cases"]["pressure"]}
-    engines |= {f"{theirs['engine']}, CPU tier": theirs["cases"]["pressure, CPU tier"]}
+    engines = {
+        "here": read(folder / "engine-h200.json")["cases"]["pressure"],
+        theirs["engine"]: theirs["cases"]["pressure"],
+        f"{theirs['engine']}, CPU tier": theirs["cases"]["pressure, CPU tier"],
+    }
     figures = {
         "tok/s": "tokens/s, all in all",
         "longest gap ms": "longest gap of any request, ms",
