@@ -9,7 +9,7 @@ from kernels.compiler import KernelError
 from kernels.cuda_linear import FEW_ROWS, FewRowsLinear, OneRowLinear
 from kernels.cuda_linear_sm90 import MOST_ROWS, HopperLinear
 
-_WIDE_TILE, _LEAST_TILE = 128, 24  # rows of a weight that a block has, of an H200's 132
+_LEAST_TILE = 24  # rows of a weight that a block has: with fewer, too little is on the bus at once
 
 
 class CudaDenseLinear:
@@ -28,13 +28,13 @@ class CudaDenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        rows, hopper = len(x), self._hopper
+        rows = len(x)
         if rows == 1:
             return self._one(x)
-        if hopper and rows <= MOST_ROWS and hopper.tile_rows >= (_WIDE_TILE if rows <= FEW_ROWS else _LEAST_TILE):
-            return hopper(x)
         if self._few and rows <= FEW_ROWS:
             return self._few(x)
+        if self._hopper and FEW_ROWS < rows <= MOST_ROWS and self._hopper.tile_rows >= _LEAST_TILE:
+            return self._hopper(x)
         return F.linear(x, self._weight, self._bias)
 
     def parts(self, x: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
     python -m tools.bench_small_kernels [--only elementwise,dense,sampling] [--warm] [--output FILE.json]
 
 Times are medians of graph replays; each graph rotates over copies of its data that together exceed the L2 cache five
-times. `--warm` leaves sampling's logits where the output layer would: in L2, as far as they fit. A dense layer has a
-norm of one row after it, whose time is taken off: so a kernel that starts early meets a small one, as in a model.
+times. `--warm` leaves sampling's logits where the output layer would: in L2, as far as they fit. A dense layer has
+the kernel after it that a decoder has, in the time too: kernels that start early meet it there.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from kernels import cuda_elementwise
 from kernels.compiler import KernelError
 from kernels.cuda_linear import FEW_ROWS, FewRowsLinear, OneRowLinear
+from kernels.cuda_linear_sm90 import MOST_ROWS, HopperLinear
 from kernels.cuda_sampling import Sampling
 from kernels.launcher import probe
 from tools.bench_kernels import copy_bandwidth, time_calls
@@ -86,34 +87,37 @@ def elementwise(op: str, tokens: int, width: int, bandwidth: float) -> dict[str,
 
 
 def dense(layer: str, rows: int) -> list[dict[str, Any]]:
-    """Rows by implementation; `outs` and `in` of the weight, bf16."""
+    """Rows by implementation, bf16, each with the kernel that follows in a decoder; `outs` and `in` of the weight."""
     outs, width = DENSE[layer]
     copies = max(2, -(-L2_TIMES_FIVE // (outs * width * 2)))
     weights = [torch.randn(outs, width, device=DEVICE).bfloat16() for _ in range(copies)]
-    x, one, weight = (torch.randn(count, width, device=DEVICE).bfloat16() for count in (rows, 1, 1))
+    x, hidden = (torch.randn(rows, size, device=DEVICE).bfloat16() for size in (width, outs))
+    other, norm = torch.randn(rows, 2048, device=DEVICE).bfloat16(), torch.ones(outs, device=DEVICE).bfloat16()
+    is_summed, kind = layer.split()[1] in ("o", "down"), layer.split()[1]
 
-    def norm() -> None:
-        cuda_elementwise.rms_norm(one, weight[0], 1e-6)
+    def follow(y: torch.Tensor) -> None:
+        if is_summed:
+            cuda_elementwise.add_rms_norm(y, hidden, norm, 1e-6)
+        elif kind == "gate_up":
+            cuda_elementwise.silu_mul(y)
+        else:
+            cuda_elementwise.rms_norm(other, norm[:2048], 1e-6)
 
-    def between(run: Callable[[torch.Tensor], object]) -> Callable[[], None]:
-        def both() -> None:
-            run(x)
-            norm()
-
-        return both
-
-    beside = time_calls([norm] * 64)["us"]
-    ways: dict[str, list[Callable[[torch.Tensor], object]]] = {
+    ways: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
         "cuBLAS": [lambda x, w=w: F.linear(x, w) for w in weights]
     }
     if rows == 1:
         ways["one row"] = [OneRowLinear(w) for w in weights]
-    for slices in (0, 1, 2, 4) if rows <= FEW_ROWS else ():
-        with contextlib.suppress(KernelError):
-            ways["few rows" + f", {slices} slices" * bool(slices)] = [FewRowsLinear(w, None, slices) for w in weights]
+    with contextlib.suppress(KernelError):
+        if rows <= FEW_ROWS:
+            ways["few rows"] = [FewRowsLinear(w) for w in weights]
+        if rows <= MOST_ROWS:
+            ways["Hopper"] = [HopperLinear(w) for w in weights]
+            if is_summed:
+                ways["Hopper, parts"] = [HopperLinear(w).parts for w in weights]
     found = []
     for way, runs in ways.items():
-        us = time_calls(repeated([between(run) for run in runs]))["us"] - beside
+        us = time_calls(repeated([lambda run=run: follow(run(x)) for run in runs]))["us"]
         size = {"layer": layer, "outs": outs, "in": width, "rows": rows, "way": way}
         found.append({"op": "dense"} | size | {"us": us, "TB/s": outs * width * 2 / us / 1e6})
     return found
@@ -157,7 +161,7 @@ def measure(kind: str, bandwidth: float, warm: bool) -> Iterator[dict[str, Any]]
                 yield r
     elif kind == "dense":
         for layer in DENSE:
-            for rows in (1, 2, 4, 8, 16):
+            for rows in (1, 2, 4, 8, 16, 32, 64):
                 for r in dense(layer, rows):
                     print(f"{layer:12} {rows:3} rows {r['way']:20} {r['us']:7.2f} us {r['TB/s']:5.2f} TB/s")
                     yield r
