@@ -15,7 +15,7 @@ from ..engine_core.model.test_dummy import TINY
 
 SIZES = Sizes(
     short=(20, 12),
-    long=(200, 8),
+    long=(200, 24),
     heavy=(40, 40),
     heavy_streams=6,
     oversubscribed_streams=10,
