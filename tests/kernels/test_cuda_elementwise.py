@@ -1,5 +1,6 @@
 """The small CUDA ops against float64, into poisoned outputs; without a GPU, that they compile and refuse bad input."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 from kernels import cuda_elementwise as ops
 from kernels import cuda_sampling
-from kernels.compiler import KernelError, build, load_nvrtc
+from kernels.compiler import KernelError, build, compile_variant, load_nvrtc
 
 DTYPES = (torch.float16, torch.bfloat16)
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # half a unit in the last place, relative
@@ -27,6 +28,19 @@ def test_every_small_kernel_compiles_without_a_spill() -> None:
     for job, binary in zip(jobs, build(jobs), strict=True):
         assert binary.spill_bytes == 0, (job, binary.log)
         assert 0 < binary.registers <= 128, (job, binary.log)
+
+
+def test_before_the_wait_nothing_is_read_or_written() -> None:
+    """Weights are prefetched at most. The gather, which begins a step, lets nobody start before the plan is there."""
+    try:
+        load_nvrtc()
+    except KernelError as error:
+        pytest.skip(str(error))
+    for op in (*ops._NORMS, ops._SILU_MUL, ops._GATHER):
+        code = compile_variant(ops._variant(op, torch.bfloat16, 2), "compute_90").image.decode()
+        ahead, wait, after = code.partition("griddepcontrol.wait;")
+        assert wait and not re.findall(r"(?:ld|st|atom|red)\.global", ahead), op
+        assert ("griddepcontrol.launch_dependents" in after) == (op == ops._GATHER), op
 
 
 def test_what_is_not_on_a_gpu_or_not_aligned_is_refused() -> None:

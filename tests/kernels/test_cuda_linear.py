@@ -1,10 +1,13 @@
-"""The dense kernel for one row: compiles everywhere without spills; on a GPU it agrees with float64."""
+"""The dense kernels for few rows: they compile without spills; on a GPU they agree with float64."""
+
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels import cuda_linear_sm90
-from kernels.compiler import KernelError, compile_variant
+from kernels.compiler import KernelError, compile_variant, read_source
 from kernels.cuda_dense_linear import CudaDenseLinear
 from kernels.cuda_linear import FewRowsLinear, OneRowLinear, all_variants
 from kernels.cuda_linear_sm90 import HopperLinear, plan
@@ -19,6 +22,22 @@ def test_it_compiles_without_spills(target: str) -> None:
         if unit.only not in (None, target + "a"):
             continue
         assert compile_variant(unit, target).spill_bytes == 0, unit
+
+
+def test_before_the_wait_nothing_but_weights_is_read_and_nothing_written() -> None:
+    """Whatever the compiler makes of it: the kernel ahead may still be writing x, and reading what this one writes."""
+    weights = "ld.global.nc.L1::no_allocate", "cp.async.bulk.tensor"
+    for unit in [*all_variants(), *cuda_linear_sm90.all_variants()]:
+        code = compile_variant(replace(unit, only="compute_90a"), "compute_90a").image.decode()
+        ahead, wait, _ = code.partition("griddepcontrol.wait;")
+        found = re.findall(r"(?:ld|st|atom|red|cp)\.(?:async|global)[.:\w]*", ahead)
+        assert wait and found and all(access.startswith(weights) for access in found), unit
+
+
+def test_the_source_has_the_sizes_that_the_launch_has() -> None:
+    source = read_source("dense_sm90.cu")
+    for name, size in (("ROW_GROUPS", cuda_linear_sm90._ROW_GROUPS), ("MOST_STAGES", cuda_linear_sm90._MOST_STAGES)):
+        assert re.findall(rf"{name} = (\d+)", source) == [str(size)], name
 
 
 @gpu
