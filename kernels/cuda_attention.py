@@ -145,6 +145,7 @@ class DecodeAttention:
         self._plan = torch.zeros(4 + 8 * self._grid + max_requests + 1, dtype=torch.int32, device=device)
         self._parts = torch.full((words,), -1, dtype=torch.int32, device=device)  # each launch leaves it so
         self._scratch = self._plan.data_ptr(), self._parts.data_ptr()
+        self._is_planned = False  # just now
 
     def plan(self, tables: Tensor, lengths: Tensor, query_start: Tensor) -> None:
         """Take a batch and cut it into work; its values are read on the device, now and by the calls.
@@ -170,6 +171,7 @@ class DecodeAttention:
             self._multiprocessors,
             self._window,
         )
+        self._is_planned = True
 
     def __call__(self, layout: KVLayout, pool: Tensor, query: Tensor, out: Tensor) -> None:
         """Attend with query `[tokens, heads, head_dim]` into out (same shape) for what was planned."""
@@ -195,9 +197,10 @@ class DecodeAttention:
             self._scale,
             1 / self._group,
             # Two blocks on a multiprocessor wait for each other, and may not fit in the shared memory that the kernels
-            # before left as they had it.
-            early=self._blocks <= self._multiprocessors,
+            # before left as they had it. A plan is read before the wait, so the first call after it isn't early.
+            early=self._blocks <= self._multiprocessors and not self._is_planned,
         )
+        self._is_planned = False
 
 
 class PrefillAttention:

@@ -67,6 +67,8 @@ def embedding(ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _norm(op: int, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
+    if not 2 <= x.dim() <= 3:
+        raise KernelError(f"x: {tuple(x.shape)}")
     rows, width, like = *x.shape[-2:], x if residual is None else residual
     if op == _ADD_SLICES:
         if x.dtype != torch.float32 or x.dim() != 3 or not x.is_contiguous() or not x.is_cuda:
@@ -133,8 +135,8 @@ def _launch(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         out.stride(0),
-        len(x),
+        len(x),  # rows of a gather's table
         width,
-        len(x),
+        len(x),  # slices of what comes in parts
         eps,
     )

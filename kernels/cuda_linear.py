@@ -7,7 +7,7 @@ from kernels.compiler import KernelError, Variant
 from kernels.launcher import kernel, shared_bytes
 
 FEW_ROWS = 8
-"""Rows that `FewRowsLinear` takes at most: beyond them cuBLAS is as fast."""
+"""Rows that `FewRowsLinear` takes at most: beyond them x takes too much of the shared memory."""
 _SLICES = (1, 2, 4, 8)
 _WARPS, _FEW_WARPS = 4, 16
 _STEP = 32  # columns of a weight; a tile is 16 rows
@@ -40,7 +40,12 @@ def check_weight(weight: Tensor, bias: Tensor | None, multiple: int) -> None:
         or not weight.is_cuda
     ):
         raise KernelError(f"weight: {weight.dtype} {tuple(weight.shape)} strides {weight.stride()}")
-    if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1] or not bias.is_cuda):
+    if bias is not None and (
+        bias.dtype != weight.dtype
+        or bias.shape != weight.shape[:1]
+        or not bias.is_contiguous()
+        or bias.device != weight.device
+    ):
         raise KernelError(f"bias: {bias.dtype} {tuple(bias.shape)} for a weight {tuple(weight.shape)}")
 
 
@@ -52,7 +57,7 @@ def check_x(x: Tensor, weight: Tensor, most_rows: int) -> None:
         or not 1 <= len(x) <= most_rows
         or x.shape[1] != weight.shape[1]
         or x.stride(1) != 1
-        or (len(x) > 1 and x.stride(0) % 8)
+        or x.stride(0) % 8
         or x.data_ptr() % 16
         or x.device != weight.device
     ):

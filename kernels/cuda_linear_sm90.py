@@ -11,7 +11,7 @@ from kernels.launcher import build_for, kernel, shared_bytes, tensor_map
 
 MOST_ROWS = 64
 """Rows that `HopperLinear` takes at most."""
-_TOKENS = 8, 16, 32, 64  # that a kernel is made for
+_TOKENS = 16, 32, 64  # that a kernel is made for
 _MOST_SLICES, _GOOD_ROWS = 4, 48
 _ROW_GROUPS = 3  # of 64 rows of a weight: a tile's most
 _THREADS = _ROW_GROUPS * 128 + 32

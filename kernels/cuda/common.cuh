@@ -131,7 +131,14 @@ DEVICE u16 load_stream_u16(const void* p) {
     return a;
 }
 
-// L2 only: what another block of the same launch wrote is not in this multiprocessor's L1.
+// L2 only: what another block of the same launch wrote, or an upload before an early start, is not in this
+// multiprocessor's L1.
+DEVICE i64 load_l2(const i64* p) {
+    i64 v;
+    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+
 DEVICE Float4 load_l2(const Float4* p) {
     Float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"

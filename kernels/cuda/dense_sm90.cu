@@ -5,7 +5,7 @@
 // stage, the first of W's before the kernel ahead has ended. A warpgroup adds up 64 rows of a tile, or what there is of
 // them. `slices` blocks may share a tile, each a slice of its columns, and leave it to the next kernel to add up their sums.
 //
-// Macros: IS_BF16; TOKENS (8 to 128). For sm_90a only.
+// Macros: IS_BF16; TOKENS (16 to 64). For sm_90a only.
 #include "hopper.cuh"
 
 struct Params {
@@ -20,11 +20,6 @@ struct Params {
 constexpr int ROW_GROUPS = 3, WORKERS = ROW_GROUPS * 128, THREADS = WORKERS + 32, ACC = TOKENS / 8;
 constexpr int MOST_STAGES = 24, X = TOKENS * 128;  // bytes of a stage
 
-#if IS_BF16
-#define TYPES ".f32.bf16.bf16"
-#else
-#define TYPES ".f32.f16.f16"
-#endif
 #define WGMMA(N, D, A, B, ADD, ...)                                                                                \
     asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                     \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16" TYPES " {" D "}, " A ", " B ", p, 1, 1, 0, 0;}"      \
@@ -32,11 +27,9 @@ constexpr int MOST_STAGES = 24, X = TOKENS * 128;  // bytes of a stage
 
 // d[64 x TOKENS] = or += w * x^T: 16 columns of both, in shared memory.
 template <int N> DEVICE void multiply(float (&d)[N][4], u64 w, u64 x, bool add) {
-    if constexpr (N == 1) WGMMA(8, R4, "%4", "%5", "%6", FOUR(0));
-    else if constexpr (N == 2) WGMMA(16, R8, "%8", "%9", "%10", FOUR(0), FOUR(1));
+    if constexpr (N == 2) WGMMA(16, R8, "%8", "%9", "%10", FOUR(0), FOUR(1));
     else if constexpr (N == 4) WGMMA(32, R16, "%16", "%17", "%18", SIXTEEN(0));
-    else if constexpr (N == 8) WGMMA(64, R32, "%32", "%33", "%34", SIXTEEN(0), SIXTEEN(4));
-    else WGMMA(128, R64, "%64", "%65", "%66", SIXTY4(0));
+    else WGMMA(64, R32, "%32", "%33", "%34", SIXTEEN(0), SIXTEEN(4));
 }
 
 struct Pipe {

@@ -121,9 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
-    if (OP == 2) let_next_start();
+    let_next_start();
     wait_for_previous();
-    if (OP == 3) let_next_start();  // it begins a step: the plan, which later kernels read before they wait, is there
     const i64 row = blockIdx.x;
     const int at = blockIdx.y * THREADS + threadIdx.x;
     if (at >= p.width / 8) return;

@@ -53,7 +53,6 @@ DEVICE u64 descriptor(u32 address, int columns_apart = 16) {
 #define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 1), FOUR(i + 2), FOUR(i + 3)
 #define SIXTY4(i) SIXTEEN(i), SIXTEEN(i + 4), SIXTEEN(i + 8), SIXTEEN(i + 12)
-#define R4 "%0,%1,%2,%3"
 #define R8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -64,6 +63,11 @@ DEVICE u64 descriptor(u32 address, int columns_apart = 16) {
     R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89" \
         ",%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"     \
         ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#if IS_BF16
+#define TYPES ".f32.bf16.bf16"  // of sums and of both factors
+#else
+#define TYPES ".f32.f16.f16"
+#endif
 
 // The compiler does not know that a pending instruction writes these: it must not move or use them before the wait.
 template <int N> DEVICE void pin(float (&d)[N][4]) {

@@ -38,11 +38,6 @@ constexpr int FIT = (224 * 1024 - SUMS) / STAGE, STAGES = FIT < 12 ? FIT : 12;
 
 // -- matrix instructions ---------------------------------------------------------------------------------------------
 
-#if IS_BF16
-#define TYPES ".f32.bf16.bf16"
-#else
-#define TYPES ".f32.f16.f16"
-#endif
 #define WGMMA(N, D, A, ADD, ...)                                                                             \
     asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                               \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16" TYPES " {" D "}, " A ", p, 1, 1, 0;}"          \

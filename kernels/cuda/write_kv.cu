@@ -126,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) write_kv(const __gri
     let_next_start();
     const int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (token >= p.tokens) return;
-    const i64 slot = p.slots[token], position = p.positions[token];  // there since the step began
-    prefetch_l2(p.cos_sin + position * HEAD_DIM + lane % 4 * (HEAD_DIM / 4));
+    const i64 slot = load_l2(p.slots + token), position = load_l2(p.positions + token);  // there since the step began
+    prefetch_l2(p.cos_sin + position * HEAD_DIM + lane % (HEAD_DIM / 32) * 32);
     const int at = lane % LANES * EACH, all_heads = p.q_heads + 2 * p.kv_heads;
     const int first = blockIdx.y * p.groups_per_warp * HEADS, last = min(first + p.groups_per_warp * HEADS, all_heads);
     const u16* const heads = p.qkv + token * p.qkv_stride;

@@ -31,16 +31,15 @@ def test_every_small_kernel_compiles_without_a_spill() -> None:
 
 
 def test_before_the_wait_nothing_is_read_or_written() -> None:
-    """Weights are prefetched at most. The gather, which begins a step, lets nobody start before the plan is there."""
+    """Weights are prefetched at most."""
     try:
         load_nvrtc()
     except KernelError as error:
         pytest.skip(str(error))
     for op in (*ops._NORMS, ops._SILU_MUL, ops._GATHER):
         code = compile_variant(ops._variant(op, torch.bfloat16, 2), "compute_90").image.decode()
-        ahead, wait, after = code.partition("griddepcontrol.wait;")
+        ahead, wait, _ = code.partition("griddepcontrol.wait;")
         assert wait and not re.findall(r"(?:ld|st|atom|red)\.global", ahead), op
-        assert ("griddepcontrol.launch_dependents" in after) == (op == ops._GATHER), op
 
 
 def test_what_is_not_on_a_gpu_or_not_aligned_is_refused() -> None:
