@@ -49,6 +49,8 @@ def serve(config: EngineConfig, directory: Path | None) -> int:
     try:
         return _serve(config, own_directory.path if own_directory else directory)  # type: ignore[arg-type]
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # it ends already
+            signal.signal(number, signal.SIG_IGN)
         if own_directory:
             own_directory.remove()
 
