@@ -25,6 +25,8 @@ def random_engine(draw: random.Random) -> FakeEngine:
         in_transit=draw.choice((0.0, 0.25, 1.0)),
         lookahead=draw.choice((0, 4, 12)),
         swap_every=draw.choice((0, 0, 0, 1, 3)),
+        yielding=draw.choice((0.0, 8.0, 1e3)),
+        most_yielding=draw.choice((0.1, 10.0)),
     )
     sizes = {"max_running": draw.choice((1, 2, 8, 40)), "prefill_chunk_tokens": draw.choice((1, 5, 16, 100))}
     prefix_cache = draw.random() < 0.5
