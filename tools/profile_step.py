@@ -1,13 +1,14 @@
 """Where the GPU's time of a step goes, kernel by kernel, and how long the host takes to launch it.
 
     python -m tools.profile_step [--model tests/data/configs/qwen2.5-3b] [--rows 1,32,128] [--context 192]
-        [--prefill 512] [--four-bit 128] [--kv-cache-dtype auto] [--output FILE.json]
+        [--prefill 512] [--four-bit 128] [--kv-cache-dtype auto] [--trace DIR] [--output FILE.json]
 
 Random weights, one process, no scheduler: the same rows again and again, as the engine would launch them. `--prefill`
 adds steps of one chunk of so many tokens. `first` is the time of the first step of its shape, `step` that from step to
 step with two of them in flight, `busy` that in which any kernel runs, `host` that of the calls that launch one:
 `upload` of the inputs, `forward` (a graph, or every launch), `sample`. Kernels may overlap, the next one waiting for
-the end of the one before: a kernel's time is what passes, while it runs, after the one before it has ended.
+the end of the one before: a kernel's time is what passes, while it runs, after the one before it has ended. `--trace`
+leaves all of them on a timeline, a file a step, for Perfetto or chrome://tracing.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def make_chunk(tokens: int) -> StepPlan:
     return StepPlan(0, [], [Row(0, list(range(tokens)), 0, blocks, True, SamplingParams(temperature=0.0), 0)])
 
 
-def measure(runner: CudaRunner, plan: StepPlan) -> dict[str, Any]:
+def measure(runner: CudaRunner, plan: StepPlan, trace: Path | None = None) -> dict[str, Any]:
     started = time.perf_counter()
     runner.launch(plan).tokens()
     first = time.perf_counter() - started
@@ -102,6 +103,8 @@ def measure(runner: CudaRunner, plan: StepPlan) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             runner.launch(plan).tokens()
+    if trace is not None:
+        profile.export_chrome_trace(str(trace))
     kernels = shares(
         [
             (event.name, event.time_range.start, event.time_range.end)
@@ -128,6 +131,7 @@ def main() -> None:
     parser.add_argument("--prefill", default="", help="tokens of a chunk, with commas between")
     parser.add_argument("--four-bit", type=int, default=0, metavar="GROUP", help="W4A16")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="write timelines there")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows, chunks = ([int(number) for number in given.split(",") if number] for given in (options.rows, options.prefill))
@@ -150,7 +154,10 @@ def main() -> None:
     print(runner.summary)
     plans = {f"{count} rows": make_plan(count, options.context) for count in rows}
     plans |= {f"chunk of {count}": make_chunk(count) for count in chunks}
-    found = {name: measure(runner, plan) for name, plan in plans.items()}
+    if options.trace:
+        options.trace.mkdir(parents=True, exist_ok=True)
+    traces = {name: options.trace / f"{name.replace(' ', '-')}.json" for name in plans} if options.trace else {}
+    found = {name: measure(runner, plan, traces.get(name)) for name, plan in plans.items()}
     for name, figures in found.items():
         print(f"{name}: " + ", ".join(f"{part} {figures[f'{part}_us']:.0f} us" for part in SHOWN))
         for kernel in figures["kernels"][:14]:
