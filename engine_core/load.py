@@ -71,6 +71,10 @@ def _load_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> 
     # How long an OpenMP thread spins at a barrier before it sleeps. libgomp's own 300,000 rounds stall a step as soon
     # as another process wants the core (300 tokens/s became 23); without any, waking threads takes half of a step.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    # oneDNN and torch's binding to it each keep the last 1,024 products by number of rows, with their code and scratch:
+    # 1 GB after some minutes of prompts of all lengths.
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, "128")
     from engine_core.model_runner import load_runner
 
     return load_runner(config, progress)
