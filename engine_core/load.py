@@ -74,7 +74,7 @@ def _load_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> 
     # oneDNN and torch's binding to it each keep the last 1,024 products by number of rows, with their code and scratch:
     # 1 GB after some minutes of prompts of all lengths.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, "128")
+        os.environ.setdefault(cache, "256")
     from engine_core.model_runner import load_runner
 
     return load_runner(config, progress)

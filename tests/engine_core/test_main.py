@@ -47,4 +47,4 @@ def test_one_dnn_keeps_few_products_unless_told_otherwise(monkeypatch: pytest.Mo
     seen = []
     monkeypatch.setattr(model_runner, "load_runner", lambda *_: seen.extend(os.environ[name] for name in names))
     load._load_runner(EngineConfig(model="m", device="cpu"), lambda done, total: None)
-    assert seen == ["77", "128"]
+    assert seen == ["77", "256"]
