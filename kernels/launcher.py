@@ -165,8 +165,10 @@ def kernel(variant: Variant, layout: str, threads: int, device: int, shared_byte
 
 
 def build_for(variants: Iterable[Variant], device: int) -> None:
-    """Compile side by side what `kernel` will then find in the cache."""
-    build((variant, device_target(device)) for variant in variants)
+    """Compile side by side what `kernel` will then find in the cache. A model's layers all ask for the same."""
+    missing = [variant for variant in variants if (variant, device) not in _loaded]
+    if missing:
+        build((variant, device_target(device)) for variant in missing)
 
 
 def tensor_map(x: Tensor, box_rows: int, box_columns: int) -> bytes:
