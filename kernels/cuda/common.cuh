@@ -133,9 +133,10 @@ DEVICE u16 load_stream_u16(const void* p) {
 
 // L2 only: what another block of the same launch wrote, or an upload before an early start, is not in this
 // multiprocessor's L1.
-DEVICE i64 load_l2(const i64* p) {
-    i64 v;
-    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+template <class T> DEVICE T load_l2(const T* p) {
+    static_assert(sizeof(T) == 8, "a 64-bit integer");
+    T v;
+    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
 

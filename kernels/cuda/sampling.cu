@@ -122,12 +122,12 @@ DEVICE u64 weigh(Shared& s, const Row& row, const Weight& weight, const Team& te
     __syncthreads();
     if (!alone) {
         if (!team.is_last(s)) return 0;
-        for (int i = threadIdx.x; i < row.parts; i += ROW_THREADS) s.mass[i] = load_fresh(mass + i);
+        for (int i = threadIdx.x; i < row.parts; i += ROW_THREADS) s.mass[i] = load_l2(mass + i);
     }
     const int n = min(alone ? s.gathered : (int)load_acquire(team.listed()), BUCKETS);
     if (n == 0) return cut.low;
     if (!alone)
-        for (int i = threadIdx.x; i < n; i += ROW_THREADS) s.candidate[i] = load_fresh(candidate + i);
+        for (int i = threadIdx.x; i < n; i += ROW_THREADS) s.candidate[i] = load_l2(candidate + i);
     __syncthreads();
     u64 mine = 0;
     for (int i = threadIdx.x; i < row.parts; i += ROW_THREADS) mine += s.mass[i];

@@ -19,12 +19,6 @@ DEVICE void load_pair(u64 (&x)[2], const u64* p) {
     asm volatile("ld.global.cg.v2.u64 {%0, %1}, [%2];" : "=l"(x[0]), "=l"(x[1]) : "l"(p) : "memory");
 }
 
-DEVICE u64 load_fresh(const u64* p) {
-    u64 x;
-    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
-    return x;
-}
-
 // The blocks that share a row. All of them are resident: the host sees to it.
 struct Team {
     u64* scratch = nullptr;   // [rows, blocks, 2, BUCKETS]; none if alone
