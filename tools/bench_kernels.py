@@ -303,10 +303,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _shape(text: str) -> Shape:
-    model, batch, context = text.split(",")
+    model, *sizes = text.split(",")
     if model not in MODELS:
         raise argparse.ArgumentTypeError(f"no such model: {model}; there are: {', '.join(MODELS)}")
-    return model, int(batch), int(context)
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text}: wanted MODEL,BATCH,CONTEXT, such as 3b,32,8192")
+    return model, int(sizes[0]), int(sizes[1])
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ import torch
 from engine_core.cuda_runner import CudaRunner, load_cuda_runner
 from engine_core.plan import Row, StepPlan
 from protocol.config import EngineConfig
+from protocol.errors import StartupError
 from protocol.messages import SamplingParams
 from tools.bench_gpu_engine import in_four_bits
 from tools.environment import describe
@@ -150,7 +151,10 @@ def main() -> None:
         if options.four_bit:
             made = in_four_bits(options.model, options.four_bit, Path(folder))
             config = msgspec.structs.replace(config, model=str(made))
-        runner = load_cuda_runner(config, lambda done, total: None)
+        try:
+            runner = load_cuda_runner(config, lambda done, total: None)
+        except StartupError as error:
+            raise SystemExit(f"error: {error}") from None
     print(runner.summary)
     plans = {f"{count} rows": make_plan(count, options.context) for count in rows}
     plans |= {f"chunk of {count}": make_chunk(count) for count in chunks}

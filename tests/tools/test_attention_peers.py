@@ -330,7 +330,12 @@ def test_what_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert options.formats == ["bf16"]
     assert (options.shape, options.peers) == (("gqa8", 128, 8192), ["flashinfer", "vllm-fa3"])
     assert bench_kernels.parse([]).peers == bench_kernels.parse([]).formats == []
-    for wrong, named in ((["--peers", "fa4"], "fa4"), (["--shape", "9b,1,1"], "9b"), (["--shape", "3b,1"], "3b,1")):
+    for wrong, named in (
+        (["--peers", "fa4"], "fa4"),
+        (["--shape", "9b,1,1"], "9b"),
+        (["--shape", "3b,1"], "wanted MODEL"),
+        (["--shape", "3b,x,1"], "3b,x,1: wanted"),
+    ):
         with pytest.raises(SystemExit):
             bench_kernels.parse(wrong)
         assert named in capsys.readouterr().err
