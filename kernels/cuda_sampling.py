@@ -16,13 +16,15 @@ PART = 512
 MOST_VOCAB = 1024 * PART
 _LOGITS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ROW_THREADS = 512
+_SHARED = 96 << 10  # bytes of a block that works on a row
+_SLOT = 1024 + 8192 + 1  # Team::SLOT
 _MOST_COUNT = 512
 _MOST_BLOCKS = 8  # that share a row
 
 
 def _variant(file: str, dtype: torch.dtype, logprobs: int | None = None) -> Variant:
-    macros = (("LOGITS", _LOGITS[dtype]), *([] if logprobs is None else [("LOGPROBS", logprobs)]))
-    return Variant(file, macros)
+    other = ("SHARED", _SHARED) if logprobs is None else ("LOGPROBS", logprobs)
+    return Variant(file, (("LOGITS", _LOGITS[dtype]), other))
 
 
 def all_variants() -> list[Variant]:
@@ -54,18 +56,17 @@ class Sampling:
             raise KernelError(f"no CUDA device: {device}")
         self._dtype = dtype
         self._parts = -(-vocab_size // PART)
-        self._best = torch.empty((max_rows, self._parts), dtype=torch.int64, device=device)
-        self._sums = torch.empty((max_rows, self._parts), dtype=torch.float32, device=device)
-        self._counters = torch.empty((max_rows, 2), dtype=torch.int32, device=device)
+        self._summary = torch.empty((max_rows, self._parts, 2), dtype=torch.int64, device=device)
+        self._some = torch.empty((max_rows, self._parts, 32), dtype=dtype, device=device)
+        self._arrived = torch.empty(max_rows, dtype=torch.int32, device=device)
         self._above = torch.empty((max_rows, self._parts), dtype=torch.int32, device=device)
-        index = self._best.device.index
+        index = self._summary.device.index
         self._scan = kernel(_variant("scan_logits.cu", dtype, 0), "7Pq2i", 128, index)
         self._scan_logprobs = kernel(_variant("scan_logits.cu", dtype, 1), "7Pq2i", 128, index)
-        self._sample = kernel(_variant("sampling.cu", dtype), "15Pq2i", _ROW_THREADS, index)
-        # Blocks that share a row wait for each other, so all of them must be resident: one on each multiprocessor.
+        self._sample = kernel(_variant("sampling.cu", dtype), "15Pq2i", _ROW_THREADS, index, _SHARED)
         self._blocks: int = torch.cuda.get_device_properties(device).multi_processor_count
-        self._scratch = torch.empty((self._blocks, 2, 1024), dtype=torch.int64, device=device)
-        self._logprobs = kernel(_variant("top_logprobs.cu", dtype), "9Pq3i", _ROW_THREADS, index)
+        self._scratch = torch.empty((self._blocks, _SLOT), dtype=torch.int64, device=device)
+        self._logprobs = kernel(_variant("top_logprobs.cu", dtype), "8Pq3i", _ROW_THREADS, index, _SHARED)
 
     def greedy(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """As `kernels.sampling.greedy`: int64 `[R]`."""
@@ -127,36 +128,37 @@ class Sampling:
             _result(x, "out", logits, shape, dtype) for x, (shape, dtype) in zip(given, shapes, strict=True)
         )
         if rows:
-            scratch = self._best.data_ptr(), self._sums.data_ptr(), self._above.data_ptr()
+            summary, above = self._summary.data_ptr(), self._above.data_ptr()
             layout = logits.stride(0) * logits.element_size(), vocab, parts
-            grid = -(-parts // 4), rows, 1
-            self._scan_logprobs(grid, logits.data_ptr(), 0, token.data_ptr(), *scratch, 0, *layout)
+            grid = -(-parts // 8), rows, 1
+            self._scan_logprobs(grid, logits.data_ptr(), 0, token.data_ptr(), summary, 0, above, 0, *layout)
             results = (x.data_ptr() for x in (own, rank, ids, values))
-            self._logprobs((rows, 1, 1), logits.data_ptr(), *scratch, token.data_ptr(), *results, *layout, count)
+            own_part = summary, above, token.data_ptr()
+            self._logprobs((rows, 1, 1), logits.data_ptr(), *own_part, *results, *layout, count)
         return own, rank, ids, values
 
     def _check(self, logits: Tensor) -> int:
         _check_logits(logits)
-        rows, parts = len(self._best), -(-logits.shape[1] // PART)
+        rows, parts = len(self._summary), -(-logits.shape[1] // PART)
         if logits.dtype != self._dtype or len(logits) > rows or not 0 < parts <= self._parts:
             raise KernelError(
                 f"logits {logits.dtype} {tuple(logits.shape)}; made for {self._dtype} [{rows}, {self._parts * PART}]"
             )
-        if logits.device != self._best.device:
-            raise KernelError(f"logits on {logits.device}; made for {self._best.device}")
+        if logits.device != self._summary.device:
+            raise KernelError(f"logits on {logits.device}; made for {self._summary.device}")
         return parts
 
     def _run(self, logits: Tensor, parts: int, columns: list[int], out: Tensor, drawn: Tensor | None) -> None:
         rows, vocab = logits.shape
         if not rows:
             return
-        pointer, best, sums = logits.data_ptr(), self._best.data_ptr(), self._sums.data_ptr()
-        counters = self._counters.data_ptr()
+        pointer, summary, some = logits.data_ptr(), self._summary.data_ptr(), self._some.data_ptr()
+        arrived = self._arrived.data_ptr()
         layout = logits.stride(0) * logits.element_size(), vocab, parts
-        self._scan((-(-parts // 4), rows, 1), pointer, columns[0], 0, best, sums, 0, counters, *layout)
+        self._scan((-(-parts // 8), rows, 1), pointer, columns[0], 0, summary, some, 0, arrived, *layout)
         last = 0 if drawn is None else drawn.data_ptr()
         blocks = max(1, min(self._blocks // rows, _MOST_BLOCKS if columns[0] else 1))
-        own = pointer, best, sums, *columns, out.data_ptr(), last, self._scratch.data_ptr(), counters
+        own = pointer, summary, some, *columns, out.data_ptr(), last, self._scratch.data_ptr(), arrived
         self._sample((blocks, rows, 1), *own, *layout)
 
 

@@ -1,16 +1,16 @@
 // One token per row, after `scan_logits.cu`: finds the cut of min_p, top_k and top_p, and draws.
 //
 // With a small top_k, what can survive the filters lies in a few parts, and one block sorts it in shared memory.
-// Otherwise the row's blocks search together, once more go over what survives, and the last of them draws.
+// Otherwise the row's blocks go over what survives together, and the last of them draws.
 //
-// Macros: LOGITS.
+// Macros: LOGITS, SHARED.
 #define ROW_THREADS 512
 #include "search.cuh"
 
 struct Params {
     const u8* logits;          // [rows, vocab]
-    const u64* best;           // [rows, parts], as scan_logits leaves them
-    const float* sums;         // [rows, parts]
+    const Summary* summary;    // [rows, parts], as scan_logits leaves them
+    const u8* sample;          // [rows, parts, 32] logits
     const float* temperature;  // columns [rows]; null: all greedy, and no other column is read
     const i64* top_k;
     const float* top_p;
@@ -21,8 +21,8 @@ struct Params {
     const i64* position;
     i64* out;                  // [rows]
     double* drawn;             // [rows] the uniform numbers used, or null
-    u64* scratch;              // [rows, blocks, 2, BUCKETS], if a row has several blocks
-    u32* counters;             // [rows, 2] zeros: arrivals of blocks, candidates
+    u64* scratch;              // [rows, blocks, Team::SLOT], if a row has several blocks
+    u32* arrived;              // [rows] zeros
     i64 row_stride;            // bytes
     int vocab, parts;
 };
@@ -46,55 +46,37 @@ DEVICE double draw_uniform(u64 seed, u64 choice, u64 position) {
 
 // The rank of min_p's last survivor or lower, but above every other element's.
 DEVICE u64 cut_of_weight(const Weight& weight, u64 peak, float least) {
-    return (u64)first_that(MINUS_INFINITY, (u32)(peak >> 32), [&](u32 ordered) {
+    return first_rank(first_that(MINUS_INFINITY + 1, order_of_rank(peak), [&](u32 ordered) {
         return weight(value(ordered)) >= least;
-    }) << 32;
+    }));
 }
 
 struct Filters {
     int k;         // 0: off
     float share;   // top_p; 1: off
     float min_p;   // 0: off
-    u64 floor;     // the rank of min_p; 0: off
 };
 
 DEVICE bool are_few(const Row& row, const Filters& f) {
-    return row.vocab <= CANDIDATES || (f.k && f.k <= row.parts);
+    return row.vocab <= SORTED || (f.k && f.k <= row.parts);
 }
 
 // Brings what survives the filters into the candidates; returns how many, 0 if they are too many.
-DEVICE int collect(Shared& s, const Row& row, const Weight& weight, u64 peak, const Filters& f) {
-    u64 low = f.floor;
-    if (row.vocab > CANDIDATES) low = max(low, bound_of(s, row.parts, f.k, peak));
-    int n = gather(s, row, low);
-    if (n > CANDIDATES) return 0;
+DEVICE int collect(Shared& s, const Row& row, const Weight& weight, u64 floor, u64 peak, const Filters& f) {
+    const int n = gather(s, row, row.vocab > SORTED ? max(floor, bound_of(s, row.parts, f.k, peak)) : floor);
+    if (n > SORTED) return 0;
     if (f.k || f.share < 1) sort(s, n);
-    if (f.k) n = min(f.k, n);
-    return f.share < 1 ? reach(s, weight, n, ~0ull, f.share) : n;
-}
-
-// The cut of all filters, where what survives may be much.
-DEVICE Cut cut_of_row(Shared& s, const Row& row, const float* sums, const Weight& weight, Team& team,
-                      const Filters& f) {
-    Cut cut = {max(f.floor, 1ull), max(f.floor, 1ull) - 1, 0};
-    if (!f.k && f.share < 1 && !f.floor) {  // all below this together weigh less than what the nucleus leaves out
-        const u64 mass = load_mass(s, sums, row.parts, weight);
-        const float most = (float)((1.0 - f.share) * (double)mass) / (2 * ONE * row.vocab);
-        cut.low = (u64)order(weight.peak + log2_approx(most) / weight.high) << 32;
-        cut.goal = goal_of(f.share, mass);
-    }
-#pragma unroll 1
-    for (int step = f.k ? 0 : 1; step < (f.share < 1 ? 2 : 1); step++)  // top_k, then top_p
-        cut = search(s, row, weight, team, cut.low, step ? 0 : f.k, cut.goal);
-    return cut;
+    const int most = f.k ? min(f.k, n) : n;
+    return f.share < 1 ? reach(s, weight, most, f.share) : most;
 }
 
 DEVICE u64 target_of(double uniform, u64 total) { return min(total - 1, (u64)(uniform * (double)total)); }
 
 // Draws from the first n candidates, in the order of ids.
 DEVICE void draw(Shared& s, const Weight& weight, int n, i64* out) {
-    constexpr int OWN = CANDIDATES / ROW_THREADS;
-    for (int i = threadIdx.x; i < n; i += ROW_THREADS) s.candidate[i] = s.candidate[i] << 32 | s.candidate[i] >> 32;
+    constexpr int OWN = SORTED / ROW_THREADS;
+    for (int i = threadIdx.x; i < n; i += ROW_THREADS)
+        s.candidate[i] = (s.candidate[i] & MOST_ID) << 32 | order_of_rank(s.candidate[i]);
     sort(s, n);
     u64 own[OWN], mine = 0, total;
 #pragma unroll
@@ -107,99 +89,68 @@ DEVICE void draw(Shared& s, const Weight& weight, int n, i64* out) {
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         if (before <= target && target < before + own[i])
-            *out = (int)~(u32)(s.candidate[threadIdx.x * OWN + i] >> 32);
+            *out = id_of_rank(s.candidate[threadIdx.x * OWN + i] >> 32);
         before += own[i];
     }
 }
 
-// Leaves each part's mass of what survives the filters, to the last of the row's blocks, which alone gets its cut's rank.
-DEVICE u64 weigh(Shared& s, const Row& row, const Weight& weight, const Team& team, const Cut& cut) {
-    const bool alone = team.blocks == 1;
-    u64 *const mass = alone ? s.mass : team.slot(1), *const candidate = alone ? s.candidate : team.slot(0);
-    if (threadIdx.x == 0) s.gathered = 0;
-    __syncthreads();
-    split(s, row, weight, team, cut, mass, candidate, alone ? (u32*)&s.gathered : team.listed());
-    __syncthreads();
-    if (!alone) {
-        if (!team.is_last(s)) return 0;
-        for (int i = threadIdx.x; i < row.parts; i += ROW_THREADS) s.mass[i] = load_l2(mass + i);
-    }
-    const int n = min(alone ? s.gathered : (int)load_acquire(team.listed()), BUCKETS);
-    if (n == 0) return cut.low;
-    if (!alone)
-        for (int i = threadIdx.x; i < n; i += ROW_THREADS) s.candidate[i] = load_l2(candidate + i);
-    __syncthreads();
-    u64 mine = 0;
-    for (int i = threadIdx.x; i < row.parts; i += ROW_THREADS) mine += s.mass[i];
-    const u64 above = sum_of_block(s, mine);
-    sort(s, n);
-    const int kept = reach(s, weight, n, cut.goal > above ? cut.goal - above : 1, 1);
-    for (int i = threadIdx.x; i < kept; i += ROW_THREADS)
-        atomicAdd(&s.mass[id_of_rank(s.candidate[i]) / PART], fixed(weight(value_of_rank(s.candidate[i]))));
-    return s.candidate[kept - 1];
+// The id, in the chosen part, where the mass of what ranks from the cut on exceeds `ahead` of `own`.
+DEVICE void pick(Shared& s, const Row& row, const Weight& weight, u64 cut, i64* out) {
+    static_assert(PART == ROW_THREADS, "an id for each thread");
+    const int id = s.chosen * PART + threadIdx.x;
+    const float x = id < row.vocab ? load_logit(row, id) : negative_infinity();
+    const u64 mass = rank_of(x, id) >= cut ? fixed(weight(x)) : 0;
+    u64 all, before = exclusive_scan(s, mass, all), rest = s.ahead;
+    if (all != s.own) rest = min(all - 1, (u64)((double)rest / (double)s.own * (double)all));
+    if (before <= rest && rest < before + mass) *out = id;
 }
 
-// The id, in one part, where the mass of what ranks from the cut on exceeds `rest` of `own`. One warp.
-DEVICE void pick(const Row& row, const Weight& weight, u64 cut, int part, u64 rest, u64 own, i64* out) {
-    const int first = part * PART + lane() * PER_LANE;
-    float kept[PER_LANE];
-    u64 mine = 0;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++) {
-        float x = first + j < row.vocab ? load_logit(row, first + j) : negative_infinity();
-        kept[j] = rank_of(x, first + j) >= cut ? weight(x) : 0.0f;
-        mine += fixed(kept[j]);
-    }
-    u64 after = inclusive_scan_of_warp(mine), all = __shfl_sync(FULL_WARP, after, 31);
-    if (all != own) rest = min(all - 1, (u64)((double)rest / (double)own * (double)all));
-    u64 before = after - mine;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++) {
-        u64 mass = fixed(kept[j]);
-        if (before <= rest && rest < before + mass) *out = first + j;
-        before += mass;
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, LOGITS == 0 ? 1 : 2) sampling(Params p) {
-    __shared__ __align__(16) Shared s;
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) sampling(Params p) {
+    Shared& s = shared_memory();
     const int at = blockIdx.y;
     const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts};
     float temperature = 0;
-    Filters f = {0, 1, 0, 0};
+    Filters f = {0, 1, 0};
     if (p.temperature) {
-        const i64 k = p.top_k[at];
-        temperature = p.temperature[at];
-        f = {k > 0 && k < p.vocab ? (int)k : 0, fminf(p.top_p[at], 1.0f), p.min_p[at], 0};
+        const i64 k = __ldcg(p.top_k + at);  // uploaded: not through L1, as this is before the wait
+        temperature = __ldcg(p.temperature + at);
+        f = {k > 0 && k < p.vocab ? (int)k : 0, fminf(__ldcg(p.top_p + at), 1.0f), __ldcg(p.min_p + at)};
     }
     const bool filtered = f.k || f.share < 1 || f.min_p > 0, few = are_few(row, f);
     if (blockIdx.x && (!filtered || few || temperature < 1e-5f)) return;
     if (p.temperature && threadIdx.x == 0) {
-        s.temperature = temperature, s.share = f.share;
-        s.uniform = p.uniform ? p.uniform[at] : draw_uniform(p.seed[at], p.choice[at], p.position[at]);
+        s.temperature = temperature;
+        s.uniform = p.uniform ? __ldcg(p.uniform + at)
+                              : draw_uniform(__ldcg(p.seed + at), __ldcg(p.choice + at), __ldcg(p.position + at));
         if (p.drawn && blockIdx.x == 0) p.drawn[at] = s.uniform;
     }
-    const u64 peak = load_best(s, p.best + (i64)at * p.parts, p.parts);
+    wait_for_previous();
+    const u64 peak = load_summaries(s, p.summary + (i64)at * p.parts, p.parts);
     if (!is_finite(peak) || temperature < 1e-5f) {
         if (threadIdx.x == 0) p.out[at] = is_finite(peak) ? id_of_rank(peak) : -1;
         return;
     }
     const Weight weight(value_of_rank(peak), temperature);
-    const float* sums = p.sums + (i64)at * p.parts;
-    u64 cut = 0;
+    u64 cut = LEAST_FINITE;
+    if (f.min_p > 0) cut = cut_of_weight(weight, peak, f.min_p);
     if (filtered) {
-        if (f.min_p > 0) f.floor = cut_of_weight(weight, peak, f.min_p);
-        const int n = few ? collect(s, row, weight, peak, f) : 0;
+        const int n = few ? collect(s, row, weight, cut, peak, f) : 0;
         if (n) {
             draw(s, weight, n, p.out + at);
             return;
         }
-        Team team = {p.scratch, p.counters, few ? 1 : (int)gridDim.x, (int)blockIdx.x};
-        cut = weigh(s, row, weight, team, cut_of_row(s, row, sums, weight, team, f));
-        if (!cut) return;
+        Team team = {p.scratch, p.arrived + at, few ? 1 : (int)gridDim.x, (int)blockIdx.x};
+        const u8* const sample = p.sample + (i64)at * p.parts * (PART / VECTOR);
+        const bool twice = f.k || f.min_p > 0;
+#pragma unroll 1
+        for (int step = twice ? 0 : 1; step < (f.share < 1 ? 2 : 1); step++) {  // top_k or min_p alone, then top_p
+            const u64 total = step == 0 ? 0 : twice ? mass_of_row(s, p.parts) : load_masses(s, p.parts, weight);
+            cut = cut_at(s, row, sample, weight, team, cut, step ? 0 : f.k, step ? f.share : 1.0f, total);
+            if (!cut) return;
+        }
+    } else {
+        load_masses(s, p.parts, weight);
     }
-    __syncthreads();
-    if (!filtered) load_mass(s, sums, p.parts, weight);
     u64 own[EACH], mine = 0, total;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -218,8 +169,6 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, LOGITS == 0 ? 1 : 2) s
         before += own[i];
     }
     __syncthreads();
-    if (warp()) return;
     // A part's own best gives its elements weights that don't vanish; they share out what it has of the row's mass.
-    const Weight inside(value_of_rank(s.best[s.chosen]), s.temperature);
-    pick(row, inside, cut, s.chosen, s.ahead, s.own, p.out + at);
+    pick(s, row, Weight(value_of_rank(s.best[s.chosen]), s.temperature), cut, p.out + at);
 }

@@ -1,10 +1,10 @@
 // What the sampling kernels share: parts of a row, ranks, weights in fixed point, and what one block does with a row.
 //
-// A row of logits is cut into parts of 512 ids; `scan_logits.cu` leaves each part's best and sum, and then one block per
-// row, or several (`search.cuh`), read again only the parts that matter. Sums of a part have a fixed order, all others
-// are of integers, so that neither the order of atomics nor the batch changes a result.
+// A row of logits is cut into parts of 512 ids; `scan_logits.cu` leaves a summary of each, and then one block per row,
+// or several (`search.cuh`), read again only the parts that matter. Sums of a part have a fixed order, all others are
+// of integers, so that neither the order of atomics nor the batch changes a result.
 //
-// Macros: LOGITS (0 float32, 1 float16, 2 bfloat16).
+// Macros: LOGITS (0 float32, 1 float16, 2 bfloat16); SHARED, bytes, of the kernels with one block per row or several.
 #pragma once
 #include "common.cuh"
 
@@ -16,6 +16,9 @@ constexpr u32 MINUS_INFINITY = 0x007fffffu >> DROP, INFINITY_ = 0xff800000u >> D
 
 struct Row { const u8* logits; int vocab, parts; };
 
+// Of one part: the best's rank, the sum of weights relative to the best, and of a sample of 32 the least above -inf.
+struct __align__(16) Summary { u64 best; float sum; u32 least; };
+
 DEVICE float load_logit(const Row& row, int id) {
     if (LOGITS == 0) return ((const float*)row.logits)[id];
     return widen<LOGITS == 2>(((const u16*)row.logits)[id]);
@@ -25,22 +28,32 @@ DEVICE int id_of(int part, int j) {
     return part * PART + (j / VECTOR * 32 + (threadIdx.x & 31)) * VECTOR + j % VECTOR;
 }
 
+// 16 bytes of logits.
+struct Vector {
+    u32 word[4];
+    Vector() = default;
+    DEVICE Vector(const void* logits, int at) {
+        const Words4 v = ((const Words4*)logits)[at];
+        word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+    }
+    DEVICE float operator[](int j) const {
+        const u32 own = word[j * 4 / VECTOR];
+        return LOGITS == 0 ? as_float(own) : widen<LOGITS == 2>((u16)(own >> j % 2 * 16));
+    }
+};
+
 // A lane's elements of a part, as they are stored; minus infinity beyond the vocabulary.
 struct Part {
-    static constexpr int PER_WORD = VECTOR / 4;
-    u32 word[PER_LANE / PER_WORD];
+    Vector vector[PER_LANE / VECTOR];
 
     Part() = default;
     DEVICE Part(const Row& row, int part) {
         const bool aligned = ((u64)row.logits & 15) == 0;
         if (aligned && (part + 1) * PART <= row.vocab) {
 #pragma unroll
-            for (int i = 0; i < PER_LANE; i += VECTOR) {
-                Words4 v = *(const Words4*)(row.logits + (i64)id_of(part, i) * (16 / VECTOR));
-                u32* to = word + i / PER_WORD;
-                to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-            }
+            for (int i = 0; i < PER_LANE; i += VECTOR) vector[i / VECTOR] = Vector(row.logits, id_of(part, i) / VECTOR);
         } else {
+            constexpr int PER_WORD = VECTOR / 4;
 #pragma unroll
             for (int i = 0; i < PER_LANE; i += PER_WORD) {
                 float x[2];
@@ -49,15 +62,13 @@ struct Part {
                     const int id = id_of(part, i + j);
                     x[j] = id < row.vocab ? load_logit(row, id) : negative_infinity();
                 }
-                word[i / PER_WORD] = LOGITS == 0 ? __float_as_uint(x[0]) : pack<LOGITS == 2>(x[0], x[1]);
+                vector[i / VECTOR].word[i % VECTOR / PER_WORD] =
+                    LOGITS == 0 ? __float_as_uint(x[0]) : pack<LOGITS == 2>(x[0], x[1]);
             }
         }
     }
 
-    DEVICE float operator[](int j) const {
-        const u32 own = word[j / PER_WORD];
-        return LOGITS == 0 ? as_float(own) : widen<LOGITS == 2>((u16)(own >> j % PER_WORD * 16));
-    }
+    DEVICE float operator[](int j) const { return vector[j / VECTOR][j % VECTOR]; }
 };
 
 // -- ranks -----------------------------------------------------------------------------------------------------------
@@ -74,30 +85,25 @@ DEVICE float value(u32 ordered) {
 }
 
 // No two elements of a row have the same rank; of equal logits the first id is the higher.
-DEVICE u64 rank_of(float x, int id) { return (u64)order(x) << 32 | (u32)~id; }
-DEVICE int id_of_rank(u64 rank) { return (int)~(u32)rank; }
-DEVICE float value_of_rank(u64 rank) { return value((u32)(rank >> 32)); }
-DEVICE bool is_finite(u64 rank) { return rank >> 32 > MINUS_INFINITY && rank >> 32 < INFINITY_; }
+constexpr int ID_BITS = 19;
+constexpr u32 MOST_ID = (1u << ID_BITS) - 1;
+static_assert(MOST_PARTS * PART == MOST_ID + 1, "an id fits");
+DEVICE u64 first_rank(u32 ordered) { return (u64)ordered << ID_BITS; }  // the least of an equal logit
+DEVICE u64 rank_of(float x, u32 id) { return first_rank(order(x)) + (MOST_ID - id); }
+DEVICE int id_of_rank(u64 rank) { return (int)(MOST_ID - (u32)rank & MOST_ID); }
+DEVICE u32 order_of_rank(u64 rank) { return (u32)(rank >> ID_BITS); }
+DEVICE float value_of_rank(u64 rank) { return value(order_of_rank(rank)); }
+DEVICE bool is_finite(u64 rank) { return order_of_rank(rank) > MINUS_INFINITY && order_of_rank(rank) < INFINITY_; }
+constexpr u64 LEAST_FINITE = (u64)(MINUS_INFINITY + 1) << ID_BITS;
 
 // -- weights ---------------------------------------------------------------------------------------------------------
 
-// exp((x - peak) / temperature); the exponent keeps what float32 products would round off.
+// exp((x - peak) / temperature)
 struct Weight {
-    float peak, high, low, least;
-    DEVICE Weight(float peak, float temperature) : peak(peak) {
-        high = __fdiv_rn(1.44269502f, temperature);
-        low = (fmaf(-high, temperature, 1.44269502f) + 1.92596303e-8f) / temperature;
-        least = fmaxf(-150.0f / high, -3e38f);
-    }
-    // At a distance from the peak, which is not positive.
-    DEVICE float at(float d) const {
-        d = fmaxf(d, least);
-        float t = d * high;
-        float rest = fmaf(d, low, fmaf(d, high, -t));
-        float e = exp2_approx(t);
-        return fmaf(e, rest * 0.693147182f, e);
-    }
-    DEVICE float operator()(float x) const { return x == negative_infinity() ? 0.0f : at(x - peak); }
+    float peak, high;
+    DEVICE Weight(float peak, float temperature)
+        : peak(fmaxf(peak, -3e38f)), high(fmaxf(__fdiv_rn(1.44269502f, temperature), 1e-37f)) {}
+    DEVICE float operator()(float x) const { return exp2_approx((x - peak) * high); }
 };
 
 constexpr float ONE = 17592186044416.0f;  // 2^44: more than 2^18 weights fit in 63 bits
@@ -107,43 +113,49 @@ DEVICE u64 fixed(float weight) { return __float2ull_rn(weight * ONE); }
 
 #ifdef ROW_THREADS
 constexpr int WARPS = ROW_THREADS / 32, EACH = MOST_PARTS / ROW_THREADS;
-constexpr int CANDIDATES = 2048, BUCKETS = 1024, COPIES = 4;
+constexpr int SORTED = 2048;      // of the candidates, if they are sorted
+constexpr int CANDIDATES = 8192;  // else
+constexpr int BUCKETS = 1024;
 
 struct Shared {
-    u64 best[MOST_PARTS], mass[MOST_PARTS];  // of each part
-    union {
-        u64 candidate[CANDIDATES];
-        struct { u32 low[BUCKETS * COPIES], high[BUCKETS]; } bucket;
-    };
+    u64 best[MOST_PARTS], mass[MOST_PARTS];  // of each part; at first its sum as it is in Summary
+    u64 candidate[CANDIDATES], bucket[BUCKETS];
     u16 list[MOST_PARTS];
-    u64 warp[WARPS], ahead, own;
+    u64 warp[WARPS], few[32], ahead, own;
     double uniform;
-    float temperature, share;
+    float temperature;
     int listed, gathered, chosen;
+    u32 least;
 };
+
+DEVICE Shared& shared_memory() {
+    extern __shared__ __align__(16) u8 memory[];
+    static_assert(sizeof(Shared) <= SHARED, "as the host says");
+    return *(Shared*)memory;
+}
 
 DEVICE int lane() { return threadIdx.x & 31; }
 DEVICE int warp() { return threadIdx.x >> 5; }
 
-DEVICE u64 inclusive_scan_of_warp(u64 x) {
+template <class T> DEVICE T inclusive_scan_of_warp(T x) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        u64 other = __shfl_up_sync(FULL_WARP, x, step);
+        const T other = __shfl_up_sync(FULL_WARP, x, step);
         if (lane() >= step) x += other;
     }
     return x;
 }
 
 // The sum of the threads before this one; `total` is that of all.
-DEVICE u64 exclusive_scan(Shared& s, u64 x, u64& total) {
-    u64 inside = inclusive_scan_of_warp(x), before = 0;
+template <class T> DEVICE T exclusive_scan(Shared& s, T x, T& total) {
+    T *const sums = (T*)s.warp, inside = inclusive_scan_of_warp(x), before = 0;
     total = 0;
     __syncthreads();
-    if (lane() == 31) s.warp[warp()] = inside;
+    if (lane() == 31) sums[warp()] = inside;
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {
-        u64 sum = s.warp[i];
+        const T sum = sums[i];
         if (i < warp()) before += sum;
         total += sum;
     }
@@ -156,26 +168,47 @@ DEVICE u64 sum_of_block(Shared& s, u64 x) {
     return total;
 }
 
-// Reads the parts' best; returns the row's.
-DEVICE u64 load_best(Shared& s, const u64* best, int parts) {
+// Adds to shared memory, 64 bits in two halves; sums are right once all is added.
+DEVICE void add_shared(u64* to, u64 x) {
+    const u32 low = (u32)x, high = (u32)(x >> 32) + (atomicAdd((u32*)to, low) + low < low);
+    if (high) atomicAdd((u32*)to + 1, high);
+}
+
+// Reads the parts' summaries; returns the row's best.
+DEVICE u64 load_summaries(Shared& s, const Summary* summary, int parts) {
     u64 peak = 0;
-    for (int part = threadIdx.x; part < parts; part += ROW_THREADS) peak = max(peak, s.best[part] = best[part]);
-#pragma unroll
-    for (int step = 16; step; step /= 2) peak = max(peak, __shfl_xor_sync(FULL_WARP, peak, step));
-    if (lane() == 0) s.warp[warp()] = peak;
+    u32 least = ~0u;
+    if (threadIdx.x == 0) s.least = ~0u;
+    for (int part = threadIdx.x; part < parts; part += ROW_THREADS) {
+        const Words4 own = ((const Words4*)summary)[part];
+        const u64 best = (u64)own.y << 32 | own.x;
+        s.best[part] = best, s.mass[part] = own.z;
+        peak = max(peak, best), least = min(least, own.w);
+    }
+    const u32 high = __reduce_max_sync(FULL_WARP, (u32)(peak >> 32));
+    const u32 low = __reduce_max_sync(FULL_WARP, peak >> 32 == high ? (u32)peak : 0);
+    if (lane() == 0) s.warp[warp()] = (u64)high << 32 | low;
+    least = __reduce_min_sync(FULL_WARP, least);
     __syncthreads();
+    if (lane() == 0) atomicMin(&s.least, least);
 #pragma unroll
     for (int i = 0; i < WARPS; i++) peak = max(peak, s.warp[i]);
     return peak;
 }
 
 // Turns the parts' sums, each relative to the part's own best, into masses; returns their sum.
-DEVICE u64 load_mass(Shared& s, const float* sums, int parts, const Weight& weight) {
+DEVICE u64 load_masses(Shared& s, int parts, const Weight& weight) {
     u64 mine = 0;
     for (int part = threadIdx.x; part < parts; part += ROW_THREADS) {
-        float scale = weight(value_of_rank(s.best[part])) * ONE;
-        mine += s.mass[part] = __double2ull_rn((double)sums[part] * scale);
+        const float scale = weight(value_of_rank(s.best[part])) * ONE;
+        mine += s.mass[part] = __double2ull_rn((double)as_float((u32)s.mass[part]) * scale);
     }
+    return sum_of_block(s, mine);
+}
+
+DEVICE u64 mass_of_row(Shared& s, int parts) {
+    u64 mine = 0;
+    for (int part = threadIdx.x; part < parts; part += ROW_THREADS) mine += s.mass[part];
     return sum_of_block(s, mine);
 }
 
@@ -186,9 +219,9 @@ DEVICE u64 bound_of(Shared& s, int parts, int count, u64 peak) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         int part = threadIdx.x + i * ROW_THREADS;
-        own[i] = part < parts ? (u32)(s.best[part] >> 32) : 0;
+        own[i] = part < parts ? order_of_rank(s.best[part]) : 0;
     }
-    u32 low = MINUS_INFINITY, high = (u32)(peak >> 32);  // the bound lies in low .. high
+    u32 low = MINUS_INFINITY, high = order_of_rank(peak);  // the bound lies in low .. high
     while (low < high) {
         u32 middle = high - (high - low) / 2;
         int found = 0;
@@ -202,13 +235,15 @@ DEVICE u64 bound_of(Shared& s, int parts, int count, u64 peak) {
             high = middle - 1;
         }
     }
-    return (u64)low << 32;
+    return first_rank(low);
 }
 
 // A float that nothing from this rank on is below.
-DEVICE float least_from(u64 rank) { return rank >> 32 > MINUS_INFINITY ? value_of_rank(rank) : negative_infinity(); }
+DEVICE float least_from(u64 rank) {
+    return order_of_rank(rank) > MINUS_INFINITY ? value_of_rank(rank) : negative_infinity();
+}
 
-// Collects what ranks from low on; returns how many there are, of which up to CANDIDATES are kept, in any order.
+// Collects what ranks from low on; returns how many there are, of which up to SORTED are kept, in any order.
 DEVICE int gather(Shared& s, const Row& row, u64 low) {
     __syncthreads();
     if (threadIdx.x == 0) s.listed = s.gathered = 0;
@@ -238,7 +273,7 @@ DEVICE int gather(Shared& s, const Row& row, u64 low) {
                 const u64 rank = rank_of(load_logit(row, id), id);
                 if (rank < low) continue;
                 const int at = atomicAdd(&s.gathered, 1);
-                if (at < CANDIDATES) s.candidate[at] = rank;
+                if (at < SORTED) s.candidate[at] = rank;
             }
         }
     }
@@ -282,11 +317,9 @@ DEVICE u64 goal_of(double share, u64 total) {
     return min(total, max(1ull, __double2ull_ru(share * (double)total)));
 }
 
-// How many of the first n sorted candidates it takes until their mass reaches the goal, n if it doesn't; `share` of the
-// mass of the n if that is less.
-DEVICE int reach(Shared& s, const Weight& weight, int n, u64 goal, double share) {
-    constexpr int OWN = CANDIDATES / ROW_THREADS;
-    if (threadIdx.x == 0) s.chosen = n;  // if they weigh nothing
+// How many of the first n sorted candidates it takes until their mass reaches `share` of that of the n.
+DEVICE int reach(Shared& s, const Weight& weight, int n, double share) {
+    constexpr int OWN = SORTED / ROW_THREADS;
     u64 own[OWN], mine = 0, total;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
@@ -294,7 +327,7 @@ DEVICE int reach(Shared& s, const Weight& weight, int n, u64 goal, double share)
         mine += own[i] = at < n ? fixed(weight(value_of_rank(s.candidate[at]))) : 0;
     }
     u64 before = exclusive_scan(s, mine, total);
-    goal = min(goal, goal_of(share, total));
+    const u64 goal = goal_of(share, total);
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         if (before < goal && goal <= before + own[i]) s.chosen = threadIdx.x * OWN + i + 1;

@@ -1,57 +1,31 @@
 // The search for a cut in a row, by one block or by several that share the row.
 //
-// Buckets of the ranks that are in question, and again buckets of the one bucket where the goal is reached, until so few
-// are left that they can be sorted. The first buckets are of equal width in x. What an element weighs is summed up as
-// a 25-bit integer, relative to its bucket: one atomic addition to shared memory, and rarely one for the carry.
+// One logit in 16 tells about where the cut is. Each block sums up what is surely kept of its parts and lists what is
+// in question; the last block to finish finds the cut among that. If it isn't there, that block searches the whole row.
 #pragma once
 #include "sampling.cuh"
 
-constexpr float QUANTUM = 16777216.0f;  // an element that weighs as much as its bucket's middle
+constexpr int SAMPLED = PART / 32;  // one element of so many is in the sample
 
-DEVICE u32 load_acquire(const u32* p) {
-    u32 x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-    return x;
-}
-
-// L2 only: what another block of the same launch wrote is not in this multiprocessor's L1.
-DEVICE void load_pair(u64 (&x)[2], const u64* p) {
-    asm volatile("ld.global.cg.v2.u64 {%0, %1}, [%2];" : "=l"(x[0]), "=l"(x[1]) : "l"(p) : "memory");
-}
-
-// The blocks that share a row. All of them are resident: the host sees to it.
+// The blocks that share a row. Each leaves its parts' masses, its candidates and their number in a slot of its own.
 struct Team {
-    u64* scratch = nullptr;   // [rows, blocks, 2, BUCKETS]; none if alone
-    u32* counters = nullptr;  // [rows, 2] arrivals, candidates; 0 at first
+    static constexpr int SLOT = MOST_PARTS + CANDIDATES + 1;
+    u64* scratch = nullptr;  // [rows, blocks, SLOT]; none if alone
+    u32* arrived = nullptr;  // 0 at first
     int blocks = 1, own = 0;
-    int met = 0;  // times; the side of the scratch that was used before may still be read
 
-    DEVICE u64* slot(int block) const {
-        return scratch + ((blockIdx.y * gridDim.x + block) * 2 + met % 2) * (i64)BUCKETS;
-    }
-    DEVICE u32* arrived() const { return counters + blockIdx.y * 2; }
-    DEVICE u32* listed() const { return arrived() + 1; }
-
-    DEVICE void meet() {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            __threadfence();
-            atomicAdd(arrived(), 1u);
-            while (load_acquire(arrived()) < (met + 1) * blocks) {}
-        }
-        __syncthreads();
-    }
+    DEVICE u64* slot(int block) const { return scratch + (blockIdx.y * gridDim.x + block) * (i64)SLOT; }
 
     // True for the last block to get here; the others have nothing left to do.
     DEVICE bool is_last(Shared& s) const {
         __syncthreads();
         if (threadIdx.x == 0) {
             __threadfence();
-            s.chosen = (int)atomicAdd(arrived(), 1u) + 1;
+            s.chosen = (int)atomicAdd(arrived, 1u) + 1;
             __threadfence();
         }
         __syncthreads();
-        return s.chosen == (met + 1) * blocks;
+        return s.chosen == blocks;
     }
 };
 
@@ -67,193 +41,241 @@ template <class Claim> DEVICE u32 first_that(u32 low, u32 high, Claim claim) {
     return low;
 }
 
-// The number of the bucket of equal width that is nearest, over that of bucket 0.
-constexpr float BUCKET_0 = 12582912.0f;
-DEVICE float bucket_of(float distance, float scale) { return fminf(distance * scale, BUCKETS - 1.0f) + BUCKET_0; }
+// What ranks from `sure` on is kept, what ranks from `low` on is in question, what ranks below isn't kept.
+struct Doubt { u64 low, sure; };
 
-// Adds to shared memory unless it is 0, without a branch; returns what was there.
-DEVICE u32 add_shared(u32 address, u32 own) {
-    u32 before = 0;
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p atom.shared.add.u32 %0, [%1], %2;}"
-                 : "+r"(before) : "r"(address), "r"(own) : "memory");
-    return before;
-}
-
-DEVICE void count_shared_if_less(u32 address, u32 a, u32 b) {
-    asm volatile("{.reg .pred p; setp.lt.u32 p, %1, %2; @p red.shared.add.u32 [%0], 1;}"
-                 :: "r"(address), "r"(a), "r"(b) : "memory");
-}
-
-// True if one of a warp's four elements from x[at] on is not below `least`.
-DEVICE bool any_of_four(const Part& x, int at, float least) {
-    return __any_sync(FULL_WARP, fmaxf(fmaxf(x[at], x[at + 1]), fmaxf(x[at + 2], x[at + 3])) >= least);
-}
-
-// Adds up what ranks from low to high: in buckets of `width` from the best on, or, if that is 0, of 2^shift ranks each.
-DEVICE void fill_buckets(Shared& s, const Row& row, const Weight& weight, const Team& team, u64 low, u64 high,
-                         float width, int shift, bool counting) {
+// Where the cut is, but for one row in some thousands: at the count-th element, or, if count is 0, where what is below
+// it weighs `rest`. Of what ranks from low on; its last elements may be left out if they weigh next to nothing.
+DEVICE Doubt guess(Shared& s, const Row& row, const void* sample, const Weight& weight, u64 low, u64 peak, int count,
+                   float rest) {
+    constexpr int OWN = BUCKETS / ROW_THREADS;
+    u32* const counts = (u32*)s.bucket;
+    const float octaves = count ? -64.0f : log2_approx(rest / (256.0f * row.vocab));
+    const float least = fmaxf(value_of_rank(low), weight.peak + octaves / weight.high);
     __syncthreads();
-    for (int i = threadIdx.x; i < sizeof(s.bucket) / 16; i += ROW_THREADS) ((Words4*)&s.bucket)[i] = {0, 0, 0, 0};
+    for (int i = threadIdx.x; i < BUCKETS; i += ROW_THREADS) counts[i] = 0;
+    if (threadIdx.x == 0) s.chosen = -1, s.listed = BUCKETS;
     __syncthreads();
-    const bool values = width > 0 && !counting && (u32)low == 0;  // alone say what is in question; ids don't matter
-    const float least = least_from(low), top = value_of_rank(high), scale = 1 / width, rate = -weight.high;
-    constexpr u32 FIRST = 0x4b400000u;  // BUCKET_0
-    const u32 sums = (u32)__cvta_generic_to_shared(s.bucket.low + lane() % COPIES) - FIRST * 4 * COPIES;
-    const u32 carries = (u32)__cvta_generic_to_shared(s.bucket.high) - FIRST * 4;
-    for (int part = team.own + warp() * team.blocks; part < row.parts; part += team.blocks * WARPS) {
-        if (s.best[part] < low) continue;
-        const Part x(row, part);
+    const float bottom = s.least == ~0u ? least : fmaxf(least, value(s.least));
+    const float width = fmaxf((weight.peak - bottom) / (BUCKETS - 1), 1e-30f), scale = 1 / width;
+    for (int i = threadIdx.x; i < row.parts * 32 / VECTOR; i += ROW_THREADS) {
+        const Vector x(sample, i);
 #pragma unroll
-        for (int at = 0; at < PER_LANE; at += 4) {
-            if (!any_of_four(x, at, least)) continue;
-            if (values) {
-                u32 own[4], bucket[4], sum[4];
+        for (int j = 0; j < VECTOR; j++)
+            if (x[j] >= bottom) atomicAdd(counts + min((int)((weight.peak - x[j]) * scale), BUCKETS - 1), 1u);
+    }
+    __syncthreads();
+    float own[OWN], each[OWN], mine = 0, total;  // from the last bucket on
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float distance = top - x[at + j], number = bucket_of(distance, scale);
-                    distance -= __fmul_rn(number - BUCKET_0, width);
-                    own[j] = x[at + j] >= least ? __float2uint_rn(exp2_approx(distance * rate) * QUANTUM) : 0;
-                    bucket[j] = __float_as_uint(number);
-                }
+    for (int i = 0; i < OWN; i++) {
+        const int b = BUCKETS - 1 - (threadIdx.x * OWN + i);
+        each[i] = count ? 1.0f : weight(weight.peak - (b + 0.5f) * width);
+        mine += own[i] = SAMPLED * (float)counts[b] * each[i];
+    }
+    float below = exclusive_scan(s, mine, total);
+    auto margin = [&](float mass, float each) {  // four standard deviations, or what no sample has to be of
+        return 4 * sqrtf(SAMPLED * fmaxf(mass * (each - mass / row.vocab), 0.0f)) + 8 * SAMPLED * each;
+    };
 #pragma unroll
-                for (int j = 0; j < 4; j++) sum[j] = add_shared(sums + bucket[j] * 4 * COPIES, own[j]) + own[j];
+    for (int i = 0; i < OWN; i++) {
+        const int b = BUCKETS - 1 - (threadIdx.x * OWN + i);
+        const float before = below, above = total - below - own[i];
+        below += own[i];
+        if (count ? above - margin(above, 1) > count : below + margin(below, each[i]) < 0.99f * rest)
+            atomicMin(&s.listed, b);
+        else if (!count && before - margin(before, each[i]) > rest) atomicMax(&s.chosen, b);
+    }
+    __syncthreads();
+    // By half a bucket less is sure: what lies at an edge may have been counted beyond it.
+    const u64 from = first_rank(order(s.listed < BUCKETS ? weight.peak - (s.listed + 0.5f) * width : least));
+    const u64 sure = s.chosen < 0 ? peak + 1 : first_rank(order(weight.peak - (s.chosen + 0.5f) * width));
+    low = max(low, from);
+    return {low, max(low, sure)};
+}
+
+// Each part's mass of what ranks from `sure` on; lists what is in question and counts it in Shared::gathered.
+DEVICE void split(Shared& s, const Row& row, const Weight& weight, const Team& team, Doubt doubt, u64* mass,
+                  u64* candidate) {
+    const float least = value_of_rank(doubt.low), most = value_of_rank(doubt.sure - 1);  // above, all is kept
+    const int step = team.blocks * WARPS;
+    for (int first = team.own + warp() * team.blocks; first < row.parts; first += 2 * step) {
+        Part x[2];
+        bool any[2];
+        float sum[2] = {0, 0};
+        u32 doubtful = 0;
 #pragma unroll
-                for (int j = 0; j < 4; j++) count_shared_if_less(carries + bucket[j] * 4, sum[j], own[j]);
-                continue;
+        for (int half = 0; half < 2; half++) {
+            const int part = first + half * step;
+            any[half] = part < row.parts && s.best[part] >= doubt.low;
+            if (any[half]) x[half] = Part(row, part);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (!any[half]) continue;
+#pragma unroll
+            for (int j = 0; j < PER_LANE; j++) {
+                const float own = x[half][j];
+                if (own > most) sum[half] += weight(own);
+                else doubtful |= (u32)(own >= least) << (half * PER_LANE + j);
             }
-#pragma unroll 1
-            for (int j = 0; j < 4; j++) {
-                const int id = id_of(part, at + j);
-                if (id >= row.vocab) break;
-                const float again = load_logit(row, id);
-                const u64 rank = rank_of(again, id);
-                if (rank < low || rank > high) continue;
-                float distance = top - again, number = bucket_of(distance, scale);
-                if (width > 0) distance -= __fmul_rn(number - BUCKET_0, width);
-                const u32 own = __float2uint_rn((counting ? 1.0f : exp2_approx(distance * rate)) * QUANTUM);
-                const u32 bucket = width > 0 ? __float_as_uint(number) : (u32)(high - rank >> shift) + FIRST;
-                count_shared_if_less(carries + bucket * 4, add_shared(sums + bucket * 4 * COPIES, own) + own, own);
+        }
+        if (__any_sync(FULL_WARP, doubtful)) {
+            const int count = __popc(doubtful), up_to = inclusive_scan_of_warp(count);
+            int place = 0;
+            if (lane() == 31) place = atomicAdd(&s.gathered, up_to);
+            place = __shfl_sync(FULL_WARP, place, 31) + up_to - count;
+            for (; doubtful; doubtful &= doubtful - 1, place++) {
+                const int j = __ffs(doubtful) - 1, half = j / PER_LANE, id = id_of(first + half * step, j % PER_LANE);
+                const float own = load_logit(row, id);
+                const u64 rank = rank_of(own, id);
+                const float kept = rank >= doubt.sure ? weight(own) : 0;
+                sum[0] += half ? 0 : kept, sum[1] += half ? kept : 0;
+                if (place < CANDIDATES) candidate[place] = rank < doubt.sure ? rank : 0;  // 0: below all that counts
             }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int to = 16; to; to /= 2) sum[half] += __shfl_xor_sync(FULL_WARP, sum[half], to);
+            if (lane() == 0 && first + half * step < row.parts) mass[first + half * step] = fixed(sum[half]);
         }
     }
     __syncthreads();
 }
 
-// What ranks above `high` is in, what ranks from low to high is in question, until its mass and that above reach the goal.
-struct Cut { u64 low, high, goal; };
+// Leaves each part's mass of what is surely kept, and what is in question, to the last of the row's blocks, which is
+// then alone; false for the others.
+DEVICE bool weigh(Shared& s, const Row& row, const Weight& weight, Team& team, Doubt doubt) {
+    __syncthreads();
+    if (threadIdx.x == 0) s.gathered = 0;
+    __syncthreads();
+    if (team.blocks == 1) {
+        split(s, row, weight, team, doubt, s.mass, s.candidate);
+        return true;
+    }
+    u64* const slot = team.slot(team.own);
+    split(s, row, weight, team, doubt, slot, slot + MOST_PARTS);
+    if (threadIdx.x == 0) slot[MOST_PARTS + CANDIDATES] = s.gathered;
+    if (!team.is_last(s)) return false;
+    for (int part = threadIdx.x; part < row.parts; part += ROW_THREADS)
+        s.mass[part] = load_l2(team.slot(part % team.blocks) + part);
+    if (threadIdx.x < team.blocks)
+        s.list[threadIdx.x] = min(load_l2(team.slot(threadIdx.x) + MOST_PARTS + CANDIDATES), CANDIDATES + 1ull);
+    __syncthreads();
+    int listed = 0;
+    for (int block = 0; block < team.blocks; block++) listed += s.list[block];
+    constexpr int AT_ONCE = 4;
+    for (int i = threadIdx.x; i < min(listed, CANDIDATES); i += AT_ONCE * ROW_THREADS) {
+        u64 rank[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            int block = 0, at = i + j * ROW_THREADS;
+            if (at >= min(listed, CANDIDATES)) break;
+            while (at >= s.list[block]) at -= s.list[block++];
+            rank[j] = load_l2(team.slot(block) + MOST_PARTS + at);
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            if (i + j * ROW_THREADS < CANDIDATES) s.candidate[i + j * ROW_THREADS] = rank[j];
+    }
+    if (threadIdx.x == 0) s.gathered = listed;
+    __syncthreads();
+    team = {};
+    return true;
+}
 
-// Finds the last of the first `count` that rank from low on, which is then Cut::low, with nothing in question; low
-// itself if there are no more than count. If count is 0, the last of the fewest that reach the goal; a goal of 0 is
-// Shared::share of what ranks from low on, otherwise what lies below low is not needed to reach it.
-DEVICE Cut search(Shared& s, const Row& row, const Weight& weight, Team& team, u64 low, int count, u64 goal) {
+// The rank of the last of those that rank from high down and have together the mass `goal`; low or higher, otherwise 0.
+// each(take) calls take(rank) for all elements there are, shared out among the threads.
+template <class Each, class Mass> DEVICE u64 find_cut(Shared& s, u64 low, u64 high, u64 goal, Mass mass, Each each) {
     constexpr int OWN = BUCKETS / ROW_THREADS;
-    static_assert(OWN == 2 && COPIES == 4, "pairs of sums, of four copies");
-    const float octaves = count ? 32.0f : fmaxf((weight.peak - least_from(low)) * weight.high, 1e-3f);
-    float width = fminf(fminf(octaves, 150.0f) / (weight.high * (BUCKETS - 1)), 1e30f);
-    const u32 best = order(weight.peak);
-    u64 high = (u64)best << 32 | ~0u;
-    if (count) goal = count;
-    if (threadIdx.x == 0) s.ahead = 0;
 #pragma unroll 1
-    for (int shift = 0;; width = 0) {
-        fill_buckets(s, row, weight, team, low, high, width, shift, count > 0);
-        u64 inside[OWN], own[OWN], mine = 0, total;
+    while (true) {
+        const int shift = max(0, 64 - __clzll(high - low) - 10);
+        __syncthreads();
+        for (int i = threadIdx.x; i < BUCKETS; i += ROW_THREADS) s.bucket[i] = 0;
+        if (threadIdx.x == 0) s.chosen = -1, s.listed = 0;
+        __syncthreads();
+        each([&](u64 rank) {
+            if (rank >= low && rank <= high) add_shared(s.bucket + (high - rank >> shift), mass(rank));
+        });
+        __syncthreads();
+        u64 own[OWN], mine = 0, total;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) mine += own[i] = s.bucket[threadIdx.x * OWN + i];
+        u64 before = exclusive_scan(s, mine, total);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            const int b = threadIdx.x * OWN + i;
-            const Words4 copies = ((const Words4*)s.bucket.low)[b];
-            inside[i] = ((u64)s.bucket.high[b] << 32) + copies.x + copies.y + copies.z + copies.w;
-        }
-        if (team.blocks > 1) {
-            for (int i = 0; i < OWN; i++) team.slot(team.own)[threadIdx.x * OWN + i] = inside[i];
-            team.meet();
-            inside[0] = inside[1] = 0;
-#pragma unroll 4
-            for (int block = 0; block < team.blocks; block++) {
-                u64 theirs[OWN];
-                load_pair(theirs, team.slot(block) + threadIdx.x * OWN);
-                inside[0] += theirs[0], inside[1] += theirs[1];
-            }
-            team.met++;
-        }
-        const float top = value_of_rank(high);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const float middle = width > 0 ? weight.at(-__fmul_rn(threadIdx.x * OWN + i, width)) : weight(top);
-            own[i] = count ? inside[i] >> 24 : __double2ull_rn((double)inside[i] * (middle * (ONE / QUANTUM)));
-            mine += own[i];
-        }
-        const u64 ahead = s.ahead;
-        if (threadIdx.x == 0) s.chosen = 0, s.own = 0;  // if nothing in question weighs anything
-        u64 before = ahead + exclusive_scan(s, mine, total);
-        if (count && width > 0 && total <= count) return {low, low - 1, 0};
-        goal = min(goal ? goal : goal_of(s.share, total), ahead + total);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            if (before < goal && goal <= before + own[i]) {
-                s.chosen = threadIdx.x * OWN + i;
-                s.ahead = before;
-                s.own = count ? before + own[i] : inside[i] / 15'000'000 + 1;  // no element has less than that
-            }
+            if (before < goal && goal <= before + own[i]) s.chosen = threadIdx.x * OWN + i, s.ahead = before;
             before += own[i];
         }
         __syncthreads();
-        const u32 bucket = s.chosen;
-        if (width > 0) {
-            const float scale = 1 / width;
-            auto edge = [&](float last) {  // of the least x in this bucket or a higher one
-                return (u64)first_that(MINUS_INFINITY, best, [&](u32 ordered) {
-                    return bucket_of(weight.peak - value(ordered), scale) <= last;
-                }) << 32;
-            };
-            low = max(low, edge(BUCKET_0 + bucket));
-            if (bucket) high = min(high, edge(BUCKET_0 + bucket - 1) - 1);
-        } else {
-            high -= (u64)bucket << shift;
-            const u64 span = (1ull << shift) - 1;
-            if (high - low > span) low = high - span;
+        if (s.chosen < 0) return 0;
+        goal -= s.ahead;
+        high -= (u64)s.chosen << shift;
+        if (!shift) return high;
+        low = max(low, high - min(high, (1ull << shift) - 1));
+        each([&](u64 rank) {
+            if (rank < low || rank > high) return;
+            const int at = atomicAdd(&s.listed, 1);
+            if (at < 32) s.few[at] = rank;
+        });
+        __syncthreads();
+        if (s.listed > 32) continue;
+        const u64 rank = lane() < s.listed ? s.few[lane()] : 0, weight = lane() < s.listed ? mass(rank) : 0;
+        u64 up_to = 0;
+        for (int i = 0; i < s.listed; i++) {
+            const u64 other = __shfl_sync(FULL_WARP, rank, i), its = __shfl_sync(FULL_WARP, weight, i);
+            if (other >= rank) up_to += its;
         }
-        if (low >> 32 == high >> 32) low = max(low, low >> 32 << 32 | (u32)~(row.vocab - 1));
-        if (count && s.own == goal) return {low, low - 1, 0};
-        if (!count && s.own <= BUCKETS) return {low, high, goal};
-        shift = max(0, 64 - __clzll(high - low) - 10);
+        const u32 is = __ballot_sync(FULL_WARP, lane() < s.listed && up_to - weight < goal && goal <= up_to);
+        return __shfl_sync(FULL_WARP, rank, __ffs(is) - 1);
     }
 }
 
-// Each part's mass of what is above the cut's `high`; lists what is in question, BUCKETS at most, in any order.
-DEVICE void split(Shared& s, const Row& row, const Weight& weight, const Team& team, const Cut& cut, u64* mass,
-                  u64* candidate, u32* listed) {
-    const float least = least_from(cut.low), most = value_of_rank(cut.high);
-    for (int part = team.own + warp() * team.blocks; part < row.parts; part += team.blocks * WARPS) {
-        float sum = 0;
-        if (s.best[part] >= cut.low) {
-            const Part x(row, part);
-#pragma unroll
-            for (int at = 0; at < PER_LANE; at += 4) {
-                if (!any_of_four(x, at, least)) continue;
-                u32 doubtful = 0;
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const float own = weight.at(x[at + j] - weight.peak);
-                    sum += x[at + j] > most ? own : 0.0f;
-                    doubtful |= (x[at + j] >= least && x[at + j] <= most) << j;
-                }
-                for (; doubtful; doubtful &= doubtful - 1) {
-                    const int id = id_of(part, at + __ffs(doubtful) - 1);
-                    if (id >= row.vocab) break;
-                    const float again = load_logit(row, id);
-                    const u64 rank = rank_of(again, id);
-                    if (rank > cut.high) {
-                        sum += weight(again);
-                    } else if (rank >= cut.low) {
-                        const u32 place = atomicAdd(listed, 1u);
-                        if (place < BUCKETS) candidate[place] = rank;
-                    }
-                }
-            }
-#pragma unroll
-            for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
-        }
-        if (lane() == 0) mass[part] = __double2ull_rn((double)sum * ONE);
+struct ElementsOf {
+    const Row& row;
+    template <class Take> DEVICE void operator()(Take take) const {
+#pragma unroll 4
+        for (int id = threadIdx.x; id < row.vocab; id += ROW_THREADS) take(rank_of(load_logit(row, id), id));
     }
+};
+
+struct Candidates {
+    const Shared& s;
+    int count;
+    template <class Take> DEVICE void operator()(Take take) const {
+        for (int i = threadIdx.x; i < count; i += ROW_THREADS) take(s.candidate[i]);
+    }
+};
+
+// Cuts what ranks from low on at its count-th element, or, if count is 0, at the fewest that have `share` of the mass
+// `total`, or, if share is 1, nowhere. Gives the last kept element's rank, and leaves each part's mass of what is kept,
+// to the last of the row's blocks; 0 to the others.
+DEVICE u64 cut_at(Shared& s, const Row& row, const void* sample, const Weight& weight, Team& team, u64 low, int count,
+                  double share, u64 total) {
+    const u64 goal = count ? count : goal_of(share, total), peak = first_rank(order(weight.peak)) + MOST_ID;  // or more
+    Doubt doubt = {low, low};
+    const bool all = !count && share >= 1;
+    if (!all) doubt = guess(s, row, sample, weight, low, peak, count, (float)((1 - share) * (double)total) / ONE);
+    if (!weigh(s, row, weight, team, doubt)) return 0;
+    if (all) return low;
+    const int n = s.gathered;
+    const u64 above = mass_of_row(s, row.parts);
+    u64 cut = 0;
+    auto mass = [&](u64 rank) { return count ? 1 : fixed(weight(value_of_rank(rank))); };
+    const Candidates candidates{s, n};
+    if (n <= CANDIDATES && above < goal) {
+        cut = find_cut(s, doubt.low, doubt.sure - 1, goal - above, mass, candidates);
+        if (!cut && doubt.low == low) cut = low;  // there are no more than count
+    }
+    if (cut) {
+        candidates([&](u64 rank) {
+            if (rank >= cut) add_shared(s.mass + id_of_rank(rank) / PART, fixed(weight(value_of_rank(rank))));
+        });
+        __syncthreads();
+        return cut;
+    }
+    cut = max(low, find_cut(s, low, peak, goal, mass, ElementsOf{row}));
+    weigh(s, row, weight, team, {cut, cut});
+    return cut;
 }

@@ -1,30 +1,30 @@
 // Log-softmax of one token and of the best few of each row, after `scan_logits.cu` with LOGPROBS.
 //
-// Macros: LOGITS.
+// Macros: LOGITS, SHARED.
 #define ROW_THREADS 512
 #include "search.cuh"
 
 struct Params {
-    const u8* logits;   // [rows, vocab]
-    const u64* best;    // [rows, parts]
-    const float* sums;  // [rows, parts]
-    const u32* above;   // [rows, parts]
-    const i64* token;   // [rows]
-    float* own;         // [rows]
-    i64* rank;          // [rows]
-    i64* ids;           // [rows, count]
-    float* values;      // [rows, count]
-    i64 row_stride;     // bytes
+    const u8* logits;        // [rows, vocab]
+    const Summary* summary;  // [rows, parts]
+    const u32* above;        // [rows, parts]
+    const i64* token;        // [rows]
+    float* own;              // [rows]
+    i64* rank;               // [rows]
+    i64* ids;                // [rows, count]
+    float* values;           // [rows, count]
+    i64 row_stride;          // bytes
     int vocab, parts, count;
 };
 
 constexpr float LEAST = -9999.0f;  // stands for minus infinity and NaN
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) top_logprobs(Params p) {
-    __shared__ __align__(16) Shared s;
+    wait_for_previous();
+    Shared& s = shared_memory();
     const int at = blockIdx.x;
     const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts};
-    const u64 peak = load_best(s, p.best + (i64)at * p.parts, p.parts);
+    const u64 peak = load_summaries(s, p.summary + (i64)at * p.parts, p.parts);
     if (!is_finite(peak)) {
         for (int i = threadIdx.x; i < p.count; i += ROW_THREADS) {
             p.ids[(i64)at * p.count + i] = i;
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) top_logprobs(Params
         return;
     }
     const Weight weight(value_of_rank(peak), 1.0f);
-    const double mass = (double)load_mass(s, p.sums + (i64)at * p.parts, p.parts, weight) / ONE;
+    const double mass = (double)load_masses(s, p.parts, weight) / ONE;
     const float log_mass = logf((float)mass);
     u64 above = 0;
     for (int i = threadIdx.x; i < p.parts; i += ROW_THREADS) above += p.above[(i64)at * p.parts + i];
@@ -47,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) top_logprobs(Params
     if (p.count == 0) return;
     u64 low = p.count <= p.parts ? bound_of(s, p.parts, p.count, peak) : 0;
     int n = gather(s, row, low);
-    Team alone;
-    if (n > CANDIDATES) n = gather(s, row, search(s, row, weight, alone, 0, p.count, 0).low);
+    auto one = [](u64) { return 1ull; };
+    if (n > SORTED) n = gather(s, row, find_cut(s, low, peak, p.count, one, ElementsOf{row}));
     sort(s, n);
     for (int i = threadIdx.x; i < p.count; i += ROW_THREADS) {
         u64 rank = s.candidate[i];

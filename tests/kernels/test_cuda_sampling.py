@@ -23,11 +23,8 @@ CUDA = torch.device("cuda")
 
 def ops(logits: Tensor) -> Sampling:
     found = Sampling(len(logits) + 1, logits.shape[1], logits.dtype, CUDA)
-    found._best.fill_(-1)
-    found._sums.fill_(NAN)
-    found._above.fill_(-1)
-    found._counters.fill_(-1)
-    found._scratch.fill_(-1)
+    for scratch in (found._summary, found._some, found._above, found._arrived, found._scratch):
+        scratch.fill_(-1)
     return found
 
 
