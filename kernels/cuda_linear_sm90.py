@@ -18,6 +18,7 @@ _THREADS = _ROW_GROUPS * 128 + 32
 _MOST_STAGES = 24
 _OVERRUN = 64 * 128  # bytes that a warpgroup may read behind the last stage
 _COLUMNS = 64  # of a stage
+_MOST_SHARED = 227 << 10  # bytes of a block
 
 
 def _variant(dtype: torch.dtype, tokens: int) -> Variant:
@@ -71,7 +72,7 @@ class HopperLinear:
         if weight.shape[0] % 8:
             raise KernelError(f"weight: {tuple(weight.shape)}: rows must be a multiple of 8")
         self._weight, self._bias = weight, bias
-        room = shared_bytes(device) - 512  # barriers
+        room = min(_MOST_SHARED, shared_bytes(device)) - 512  # barriers
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         build_for((_variant(weight.dtype, tokens) for tokens in _TOKENS), device)
         self._kernels = {
@@ -83,9 +84,10 @@ class HopperLinear:
             chosen = plan(weight.shape[0], -(-weight.shape[1] // _COLUMNS), blocks, slices if is_parts else 1)
             boxes = tensor_map(weight, chosen.tile_rows, _COLUMNS)
             used = min(chosen.tiles, blocks // chosen.slices) * chosen.slices
+            most = -(-chosen.tiles // (used // chosen.slices)) * -(-weight.shape[1] // (_COLUMNS * chosen.slices))
             for tokens in _TOKENS:
                 stage = (chosen.tile_rows + tokens) * 128
-                stages = min(_MOST_STAGES, (room - 1024 - _OVERRUN) // stage)
+                stages = min(most, _MOST_STAGES, (room - 1024 - _OVERRUN) // stage)
                 self._ways[tokens, is_parts] = _Way(chosen, used, stages, stages * stage + 1024 + _OVERRUN, boxes)
         self.tile_rows = self._ways[_TOKENS[0], False].plan.tile_rows
 
@@ -121,6 +123,7 @@ class HopperLinear:
             way.plan.tile_rows,
             way.stages,
             shared_bytes=way.shared,
+            threads=-(-way.plan.tile_rows // 64) * 128 + 32,
         )
 
 

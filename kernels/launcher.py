@@ -129,18 +129,19 @@ class Kernel:
         grid: tuple[int, int, int],
         *arguments: int | float | bytes,
         shared_bytes: int | None = None,
+        threads: int | None = None,
         early: bool = True,
     ) -> None:
         """Launch on the current stream of torch; safe in a graph capture.
 
-        `shared_bytes`: less than the kernel's. `early`: False keeps it until the one before it has ended in any case.
+        `shared_bytes`, `threads`: fewer than the kernel's. `early`: False keeps it until the one before it has ended in any case.
         """
         self._pack(self._arguments, 0, *arguments)
         stream = self._stream(self._device)
         shared = self._shared if shared_bytes is None else shared_bytes
         attributes, count = self._rest
         _LAUNCH_CONFIG.pack_into(
-            self._config, 0, *grid, self._threads, 1, 1, shared, stream, attributes, count if early else 0
+            self._config, 0, *grid, threads or self._threads, 1, 1, shared, stream, attributes, count if early else 0
         )
         result = self._launch(self._config, self._function, self._parameters, None)
         if result:

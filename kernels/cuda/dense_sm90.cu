@@ -17,7 +17,7 @@ struct Params {
     int rows, outs, steps, slices, tiles, tile_rows, stages;  // steps: of 64 columns; tile_rows: a multiple of 8
 };
 
-constexpr int ROW_GROUPS = 3, WORKERS = ROW_GROUPS * 128, THREADS = WORKERS + 32, ACC = TOKENS / 8;
+constexpr int ROW_GROUPS = 3, ACC = TOKENS / 8;  // the first: at most
 constexpr int MOST_STAGES = 24, X = TOKENS * 128;  // bytes of a stage
 
 #define WGMMA(N, D, A, B, ADD, ...)                                                                                \
@@ -61,27 +61,39 @@ struct Cursor {
     }
 };
 
-DEVICE void copy_ahead(const Params& p, const Share& share, Pipe pipe) {
-    const int count = (p.tiles - share.group + share.groups - 1) / share.groups * share.steps;
-    const int ready = min(p.stages, count), bytes = p.tile_rows * 128 + X;
-    Cursor w = {share.group * p.tile_rows};
-    prefetch_map(p.x);
-    for (int i = 0; i < ready; i++, pipe.advance(), w.advance(p, share)) {
-        expect(pipe.full + pipe.stage * 8, bytes);
+// One thread's work: what stages there are of W, and once x is there, x and the rest of both.
+struct Copies {
+    const Params& p;
+    const Share& share;
+    Pipe pipe;
+    Cursor w;
+    int count, ready;
+
+    DEVICE Copies(const Params& p, const Share& share, const Pipe& pipe) : p(p), share(share), pipe(pipe) {
+        count = (p.tiles - share.group + share.groups - 1) / share.groups * share.steps;
+        ready = min(p.stages, count), w.row = share.group * p.tile_rows;
+    }
+    DEVICE void copy_w() {
+        expect(pipe.full + pipe.stage * 8, p.tile_rows * 128 + X);
         load_box(pipe.at(), p.w, (share.step0 + w.step) * 64, w.row, pipe.full + pipe.stage * 8);
     }
-    wait_for_previous();
-    pipe.stage = pipe.phase = 0;
-    Cursor x = {0};
-    for (int i = 0; i < ready; i++, pipe.advance(), x.advance(p, share))
-        load_box(pipe.x(), p.x, (share.step0 + x.step) * 64, 0, pipe.full + pipe.stage * 8);
-    for (int i = ready; i < count; i++, pipe.advance(), w.advance(p, share)) {
-        wait_barrier(pipe.empty + pipe.stage * 8, pipe.phase ^ 1);
-        expect(pipe.full + pipe.stage * 8, bytes);
-        load_box(pipe.at(), p.w, (share.step0 + w.step) * 64, w.row, pipe.full + pipe.stage * 8);
-        load_box(pipe.x(), p.x, (share.step0 + w.step) * 64, 0, pipe.full + pipe.stage * 8);
+    DEVICE void copy_x(int step) {
+        load_box(pipe.x(), p.x, (share.step0 + step) * 64, 0, pipe.full + pipe.stage * 8);
     }
-}
+    DEVICE void start() {
+        prefetch_map(p.x);
+        for (int i = 0; i < ready; i++, pipe.advance(), w.advance(p, share)) copy_w();
+    }
+    DEVICE void go_on() {
+        pipe.stage = pipe.phase = 0;
+        Cursor x = {0};
+        for (int i = 0; i < ready; i++, pipe.advance(), x.advance(p, share)) copy_x(x.step);
+        for (int i = ready; i < count; i++, pipe.advance(), w.advance(p, share)) {
+            wait_barrier(pipe.empty + pipe.stage * 8, pipe.phase ^ 1);
+            copy_w(), copy_x(w.step);
+        }
+    }
+};
 
 DEVICE void add_up(float (&acc)[ACC][4], Pipe& pipe, int steps, int group) {
     u32 before = 0;  // barrier of the stage that is still in use
@@ -136,7 +148,7 @@ DEVICE void store(const Params& p, const Share& share, const float (&acc)[ACC][4
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_sm90(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(ROW_GROUPS * 128 + 32, 1) dense_sm90(const __grid_constant__ Params p) {
     extern __shared__ u8 shared[];
     __shared__ __align__(8) u64 barriers[2 * MOST_STAGES];
     let_next_start();
@@ -146,16 +158,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_sm90(const __grid
     pipe.base = (u32)__cvta_generic_to_shared(shared) + 1023 & ~1023u;
     pipe.stages = p.stages, pipe.stage_bytes = p.tile_rows * 128 + X;
     pipe.full = (u32)__cvta_generic_to_shared(barriers), pipe.empty = pipe.full + MOST_STAGES * 8;
-    if (threadIdx.x == WORKERS) {
+    const bool copies = threadIdx.x == blockDim.x - 32;
+    if (copies) {
         for (int i = 0; i < p.stages; i++) {
             init_barrier(pipe.full + i * 8, 1);
             init_barrier(pipe.empty + i * 8, row_groups * 4);
         }
-        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    if (threadIdx.x == WORKERS) copy_ahead(p, share, pipe);
-    if (group >= row_groups) return;
+    Copies ahead(p, share, pipe);
+    if (copies) ahead.start();
+    wait_for_previous();
+    if (copies) ahead.go_on();
+    if (group == row_groups) return;
     float acc[ACC][4];
     for (int tile = share.group; tile < p.tiles; tile += share.groups) {
         add_up(acc, pipe, share.steps, group);
