@@ -138,6 +138,7 @@ class DecodeAttention:
         index = _index(device)
         unit = variant("decode_attention.cu", k_format, v_format, head_dim, dtype, row_tiles)
         self._kernel = kernel(unit, "8P7q6i2f", 128 if head_dim * row_tiles > 128 else 256, index)
+        self._kernel.leave_the_rest_to_l1()
         self._planner = kernel(Variant("decode_plan.cu"), "3P5i", 1024, index)
         self._multiprocessors = _multiprocessors(index)
         self._grid = self._multiprocessors * self._kernel.blocks_per_multiprocessor()

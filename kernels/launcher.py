@@ -15,7 +15,11 @@ from torch import Tensor
 from kernels.compiler import Binary, KernelError, Variant, build, compile_variant, target_of
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, per cent
+_STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _SHARED_OPT_IN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_SHARED_OF_ALL = 81  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
+_RESERVED = 1024  # bytes of shared memory that the driver takes for each block
 _LAUNCH_CONFIG = struct.Struct("@7I4xPPI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, how many
 _EARLY = struct.pack("@i4xi60x", 6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -66,11 +70,15 @@ def device_target(device: int) -> str:
 
 
 @functools.cache
+def _attribute(which: int, device: int) -> int:
+    found = ctypes.c_int()
+    check(driver().cuDeviceGetAttribute(ctypes.byref(found), which, device), f"attribute {which} of device {device}")
+    return found.value
+
+
 def shared_bytes(device: int) -> int:
     """The most shared memory that a block can have on CUDA device `device`."""
-    found = ctypes.c_int()
-    check(driver().cuDeviceGetAttribute(ctypes.byref(found), _SHARED_OPT_IN, device), "shared memory")
-    return found.value
+    return _attribute(_SHARED_OPT_IN, device)
 
 
 class Kernel:
@@ -115,6 +123,18 @@ class Kernel:
         )
         return blocks.value
 
+    def leave_the_rest_to_l1(self) -> None:
+        """Take no more of a multiprocessor's memory for shared memory than the blocks that fit on it use.
+
+        For who reads global memory straight to registers: what is under way lies in L1. By default a kernel that starts
+        early takes what the one before it has left.
+        """
+        used = ctypes.c_int()
+        check(driver().cuFuncGetAttribute(ctypes.byref(used), _STATIC_SHARED, self._function), self._entry)
+        need = self.blocks_per_multiprocessor() * (used.value + self._shared + _RESERVED)
+        percent = min(100, -(-100 * need // _attribute(_SHARED_OF_ALL, self._device)))
+        check(driver().cuFuncSetAttribute(self._function, _PREFERRED_CARVEOUT, percent), self._entry)
+
     def resident_clusters(self, blocks: int, shared_bytes: int) -> int:
         """How many clusters of so many blocks, with so much shared memory each, fit on the device at once."""
         found = ctypes.c_int()
@@ -134,7 +154,8 @@ class Kernel:
     ) -> None:
         """Launch on the current stream of torch; safe in a graph capture.
 
-        `shared_bytes`, `threads`: fewer than the kernel's. `early`: False keeps it until the one before it has ended in any case.
+        `shared_bytes`, `threads`: fewer than the kernel's. `early`: False keeps it until the one before it has ended in
+        any case.
         """
         self._pack(self._arguments, 0, *arguments)
         stream = self._stream(self._device)
