@@ -11,7 +11,7 @@ from kernels.compiler import KernelError, Variant
 from kernels.launcher import kernel
 
 _THREADS = 128
-_RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _GATHER, _ADD_SLICES = range(5)
+_RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _GATHER, _ADD_SLICES, _SILU_MUL_PAIRS = range(6)
 _NORMS = _RMS_NORM, _ADD_RMS_NORM, _ADD_SLICES
 _VECTORS = (1, 2, 4, 8, 16)
 MOST_WIDTH = 8 * _THREADS * _VECTORS[-1]
@@ -28,7 +28,7 @@ def all_variants() -> list[Variant]:
     found = []
     for dtype in (torch.float16, torch.bfloat16):
         found += [_variant(op, dtype, vectors) for op in _NORMS for vectors in _VECTORS]
-        found += [_variant(op, dtype) for op in (_SILU_MUL, _GATHER)]
+        found += [_variant(op, dtype) for op in (_SILU_MUL, _SILU_MUL_PAIRS, _GATHER)]
     return found
 
 
@@ -45,14 +45,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
     return _norm(_ADD_RMS_NORM if x.dim() == 2 else _ADD_SLICES, x, residual, weight, eps, out)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, where gate_up `[n, 2 * d]` holds gate in its first half; returns `[n, d]`."""
+def silu_mul(gate_up: Tensor, out: Tensor | None = None, in_pairs: bool = False) -> Tensor:
+    """silu(gate) * up, where gate_up `[n, 2 * d]` holds gate in its first half, or one and one; returns `[n, d]`."""
     width = gate_up.shape[-1] // 2
     _check_rows("gate_up", gate_up, len(gate_up), 2 * width, gate_up.dtype)
     if width % 8:
         raise KernelError(f"gate_up: half of {2 * width} is no multiple of 8")
     out = _output(out, gate_up, len(gate_up), width)
-    _launch(_SILU_MUL, gate_up, out)
+    _launch(_SILU_MUL_PAIRS if in_pairs else _SILU_MUL, gate_up, out)
     return out
 
 

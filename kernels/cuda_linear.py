@@ -13,20 +13,20 @@ _WARPS, _FEW_WARPS = 4, 16
 _STEP = 32  # columns of a weight; a tile is 16 rows
 
 
-def _variant(dtype: torch.dtype) -> Variant:
-    return Variant("one_row.cu", (("IS_BF16", int(dtype == torch.bfloat16)),))
+def _variant(dtype: torch.dtype, gated: bool) -> Variant:
+    return Variant("one_row.cu", (("IS_BF16", int(dtype == torch.bfloat16)), ("GATED", int(gated))))
 
 
-def _few_variant(dtype: torch.dtype, slices: int) -> Variant:
-    macros = ("IS_BF16", int(dtype == torch.bfloat16)), ("SLICES", slices)
+def _few_variant(dtype: torch.dtype, slices: int, gated: bool) -> Variant:
+    macros = ("IS_BF16", int(dtype == torch.bfloat16)), ("SLICES", slices), ("GATED", int(gated))
     return Variant("few_rows.cu", macros, "sm_90a")
 
 
 def all_variants() -> list[Variant]:
     """Everything that these layers can ask for."""
-    dtypes = torch.float16, torch.bfloat16
-    few = [_few_variant(dtype, slices) for dtype in dtypes for slices in _SLICES]
-    return [*map(_variant, dtypes), *few]
+    kinds = [(dtype, gated) for dtype in (torch.float16, torch.bfloat16) for gated in (False, True)]
+    few = [_few_variant(dtype, slices, gated) for dtype, gated in kinds for slices in _SLICES]
+    return [*(_variant(*kind) for kind in kinds), *few]
 
 
 def check_weight(weight: Tensor, bias: Tensor | None, multiple: int) -> None:
@@ -70,16 +70,19 @@ def check_x(x: Tensor, weight: Tensor, most_rows: int) -> None:
 class OneRowLinear:
     """y = x W^T + bias for x `[1, in]`, summed in float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Weight `[out, in]` float16 or bfloat16, contiguous; in a multiple of 8; bias `[out]` of the same dtype."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
+        """Weight `[out, in]` float16 or bfloat16, contiguous; in a multiple of 8; bias `[out]` of the same dtype.
+
+        `gated`: rows of weight are a gate's and what it lets through, in turn; y is silu(gate) * up, `[1, out / 2]`.
+        """
         check_weight(weight, bias, 8)
-        self._weight, self._bias = weight, bias
-        self._kernel = kernel(_variant(weight.dtype), "4P2i", 32 * _WARPS, weight.device.index)
+        self._weight, self._bias, self._columns = weight, bias, len(weight) // (1 + gated)
+        self._kernel = kernel(_variant(weight.dtype, gated), "4P2i", 32 * _WARPS, weight.device.index)
 
     def __call__(self, x: Tensor) -> Tensor:
         """X `[1, in]` to `[1, out]`, same dtype."""
         check_x(x, self._weight, 1)
-        columns, width = self._weight.shape
+        columns, width = self._columns, self._weight.shape[1]
         out = torch.empty((1, columns), dtype=x.dtype, device=x.device)
         bias = 0 if self._bias is None else self._bias.data_ptr()
         self._kernel(
@@ -99,21 +102,21 @@ def _parts(tiles: int) -> int:
 class FewRowsLinear:
     """y = x W^T + bias for x of 1 to `FEW_ROWS` rows, summed in float32. For Hopper."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, slices: int = 0) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, slices: int = 0, gated: bool = False) -> None:
         """Weight `[out, in]` float16 or bfloat16, contiguous; in a multiple of 32; bias `[out]` of the same dtype.
 
         `slices`: blocks that share the columns of a row; 0: as few as possible. KernelError if it needs more of them,
-        and on other GPUs.
+        and on other GPUs. `gated`: see `OneRowLinear`; out is a multiple of 8 then.
         """
         check_weight(weight, bias, _STEP)
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._columns = weight, bias, len(weight) // (1 + gated)
         device, most_shared = weight.device.index, shared_bytes(weight.device.index) - 1024
         if torch.cuda.get_device_capability(device) != (9, 0):
             raise KernelError("a few rows at once: for Hopper only")
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         steps, tiles = weight.shape[1] // _STEP, -(-weight.shape[0] // 16)
         for count in [slices] if slices else _SLICES:
-            unit = _few_variant(weight.dtype, count)
+            unit = _few_variant(weight.dtype, count, gated)
             self._kernel = kernel(unit, "4Pq4i", 32 * _FEW_WARPS, device, most_shared)
             x_bytes = FEW_ROWS * (-(-steps // count) | 1) * 2 * _STEP
             groups = min(tiles, multiprocessors if count == 1 else self._kernel.resident_clusters(count, x_bytes))
@@ -131,7 +134,7 @@ class FewRowsLinear:
         weight = self._weight
         check_x(x, weight, FEW_ROWS)
         rows, (outs, width) = len(x), weight.shape
-        out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+        out = torch.empty((rows, self._columns), dtype=x.dtype, device=x.device)
         self._kernel(
             (self._blocks, 1, 1),
             x.data_ptr(),

@@ -21,13 +21,15 @@ _COLUMNS = 64  # of a stage
 _MOST_SHARED = 227 << 10  # bytes of a block
 
 
-def _variant(dtype: torch.dtype, tokens: int) -> Variant:
-    return Variant("dense_sm90.cu", (("IS_BF16", int(dtype == torch.bfloat16)), ("TOKENS", tokens)), "sm_90a")
+def _variant(dtype: torch.dtype, tokens: int, gated: bool) -> Variant:
+    macros = ("IS_BF16", int(dtype == torch.bfloat16)), ("TOKENS", tokens), ("GATED", int(gated))
+    return Variant("dense_sm90.cu", macros, "sm_90a")
 
 
 def all_variants() -> list[Variant]:
     """Everything that these layers can ask for."""
-    return [_variant(dtype, tokens) for dtype in (torch.float16, torch.bfloat16) for tokens in _TOKENS]
+    kinds = [(dtype, gated) for dtype in (torch.float16, torch.bfloat16) for gated in (False, True)]
+    return [_variant(dtype, tokens, gated) for dtype, gated in kinds for tokens in _TOKENS]
 
 
 class Plan(NamedTuple):
@@ -60,10 +62,13 @@ class _Way(NamedTuple):
 class HopperLinear:
     """y = x W^T + bias for x of 1 to `MOST_ROWS` rows, summed in float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, slices: int = _MOST_SLICES) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, slices: int = _MOST_SLICES, gated: bool = False
+    ) -> None:
         """Weight `[out, in]` float16 or bfloat16, packed; out and in multiples of 8; bias `[out]` of the same dtype.
 
-        `slices`: the most that `parts` returns. KernelError for other weights, and on other GPUs.
+        `slices`: the most that `parts` returns. KernelError for other weights, and on other GPUs. `gated`: see
+        `OneRowLinear`; there are no parts then.
         """
         check_weight(weight, bias, 8)
         device = weight.device.index
@@ -71,12 +76,12 @@ class HopperLinear:
             raise KernelError("a dense kernel for Hopper only")
         if weight.shape[0] % 8:
             raise KernelError(f"weight: {tuple(weight.shape)}: rows must be a multiple of 8")
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._columns = weight, bias, len(weight) // (1 + gated)
         room = min(_MOST_SHARED, shared_bytes(device)) - 512  # barriers
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        build_for((_variant(weight.dtype, tokens) for tokens in _TOKENS), device)
+        build_for((_variant(weight.dtype, tokens, gated) for tokens in _TOKENS), device)
         self._kernels = {
-            tokens: kernel(_variant(weight.dtype, tokens), "128s128s3P7i12x", _THREADS, device, room)
+            tokens: kernel(_variant(weight.dtype, tokens, gated), "128s128s3P7i12x", _THREADS, device, room)
             for tokens in _TOKENS
         }
         self._ways: dict[tuple[int, bool], _Way] = {}
@@ -94,7 +99,7 @@ class HopperLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """X `[n, in]` to `[n, out]`, same dtype; rows of x may be apart."""
         check_x(x, self._weight, MOST_ROWS)
-        out = torch.empty((len(x), len(self._weight)), dtype=x.dtype, device=x.device)
+        out = torch.empty((len(x), self._columns), dtype=x.dtype, device=x.device)
         self._run(x, self._ways[_tokens(x), False], out.data_ptr(), 0)
         return out
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.compiler import KernelError, Variant
+from kernels.cuda_elementwise import silu_mul
 from kernels.launcher import Kernel, build_for, kernel, shared_bytes, tensor_map
 from kernels.w4_packed import DTYPES, GROUPS, UNIT, PackedW4, macros
 
@@ -116,13 +117,19 @@ class W4Linear:
     each other.
     """
 
-    def __init__(self, weight: PackedW4, bias: Tensor | None = None) -> None:
-        """Bias `[out]`, in the weight's dtype, on its device. Compiles and loads all that calls will launch."""
+    def __init__(self, weight: PackedW4, bias: Tensor | None = None, gated: bool = False) -> None:
+        """Bias `[out]`, in the weight's dtype, on its device. Compiles and loads all that calls will launch.
+
+        `gated`: rows of the weight are a gate's and what it lets through, in turn, a multiple of 16 in all; y is then
+        silu(gate) * up, `[n, out / 2]`, and there is no bias.
+        """
+        if gated and (weight.out_features % 16 or bias is not None):
+            raise KernelError(f"a gate and what it lets through: {weight.out_features} rows; wanted 16 n, and no bias")
         if bias is not None and (
             bias.dtype != weight.dtype or bias.shape != (weight.out_features,) or not bias.is_contiguous()
         ):
             raise KernelError(f"bias: {bias.dtype} {tuple(bias.shape)}; wanted {weight.dtype} [{weight.out_features}]")
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.gated = weight, bias, gated
         device, base = weight.codes.device, weight.macros
         self._gpu, self._record = gpu(device.index), weight.records.shape[-1]
         self._is_small = weight.in_features * weight.out_features <= SMALL
@@ -133,12 +140,12 @@ class W4Linear:
         self._few: dict[int, Kernel] = {}
         for most, variant in few.items():
             threads = 32 * few_warps(self._gpu, most, weight.group)
-            self._few[most] = kernel(variant, "7P2qf5i", threads, device.index, self._gpu.shared_bytes - 1024)
+            self._few[most] = kernel(variant, "7P2qf6i4x", threads, device.index, self._gpu.shared_bytes - 1024)
         self._hopper: dict[int, Kernel] = {}
         for most, variant in hopper.items() if self._gpu.has_wgmma else ():
             rows, sets = self._groups[most]
             shared = hopper_shared(most, (rows, sets), weight.records.stride(0) * 2 // weight.units)
-            self._hopper[most] = kernel(variant, "128s6Pqf6i44x", (rows * sets + 1) * 128, device.index, shared)
+            self._hopper[most] = kernel(variant, "128s6Pqf7i40x", (rows * sets + 1) * 128, device.index, shared)
         _dequantize_kernel(base, device.index)
         counters = max(2 * self._gpu.multiprocessors, max(HOPPER.values())[0] * 4 * self._gpu.multiprocessors)
         self._finished = torch.zeros(counters, dtype=torch.int32, device=device)
@@ -148,11 +155,15 @@ class W4Linear:
         x = self._checked(x)
         tokens = len(x)
         if not tokens:
-            return torch.empty((0, self.weight.out_features), dtype=x.dtype, device=x.device)
+            return torch.empty((0, self._columns), dtype=x.dtype, device=x.device)
         if tokens <= (_LEAST_HOPPER_TOKENS - 1 if self._gpu.has_wgmma else _MOST_FEW_TOKENS):
             return self.few(x)
         most = _MOST_SMALL_TOKENS if self._is_small else _MOST_HOPPER_TOKENS
         return self.hopper(x) if self._gpu.has_wgmma and tokens <= most else self.dense(x)
+
+    @property
+    def _columns(self) -> int:
+        return self.weight.out_features // (1 + self.gated)
 
     def _checked(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -178,7 +189,7 @@ class W4Linear:
         weight, tokens, outs = self.weight, len(x), self.weight.out_features
         most = next((most for most in FEW_TOKENS if tokens <= most), max(FEW_TOKENS))
         grid = few_grid(self._gpu, most, weight.group, self._record, tokens, weight.units, outs)
-        out = torch.empty((tokens, outs), dtype=x.dtype, device=x.device)
+        out = torch.empty((tokens, self._columns), dtype=x.dtype, device=x.device)
         partial = None
         if grid[1] > 1:
             partial = torch.empty((grid[1], tokens, outs), dtype=torch.float32, device=x.device)
@@ -199,6 +210,7 @@ class W4Linear:
             outs,
             weight.units,
             -(-outs // 32),
+            self.gated,
         )
         return out
 
@@ -209,7 +221,7 @@ class W4Linear:
         rows = self._groups[most][0]
         row_blocks, token_blocks = -(-outs // (64 * rows)), -(-tokens // most)
         blocks = min(self._gpu.multiprocessors, row_blocks * token_blocks * weight.units // 2)
-        wide = -(-outs // 2) * 2  # two outputs are stored at once
+        wide = -(-self._columns // 2) * 2  # two outputs are stored at once
         out = torch.empty((tokens, wide), dtype=x.dtype, device=x.device)
         partial = torch.empty(blocks * most * rows * 64, dtype=torch.float32, device=x.device)
         self._hopper[most](
@@ -229,9 +241,11 @@ class W4Linear:
             weight.row_tiles // 2,
             row_blocks,
             token_blocks,
+            self.gated,
         )
-        return out[:, :outs]
+        return out[:, : self._columns]
 
     def dense(self, x: Tensor) -> Tensor:
         """Dequantise, then a dense product."""
-        return F.linear(x, dequantize(self.weight), self.bias)
+        y = F.linear(x, dequantize(self.weight), self.bias)
+        return silu_mul(y, in_pairs=True) if self.gated else y

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from kernels import cuda_elementwise
 from kernels.compiler import KernelError
+from kernels.cuda_dense_linear import CudaGatedLinear
 from kernels.cuda_linear import FEW_ROWS, FewRowsLinear, OneRowLinear
 from kernels.cuda_linear_sm90 import MOST_ROWS, HopperLinear
 from kernels.cuda_sampling import Sampling
@@ -115,9 +116,12 @@ def dense(layer: str, rows: int) -> list[dict[str, Any]]:
             ways["Hopper"] = [HopperLinear(w) for w in weights]
             if is_summed:
                 ways["Hopper, parts"] = [HopperLinear(w).parts for w in weights]
+    if kind == "gate_up":
+        ways["with its gate"] = [CudaGatedLinear(w) for w in weights]
     found = []
     for way, runs in ways.items():
-        us = time_calls(repeated([lambda run=run: follow(run(x)) for run in runs]))["us"]
+        then = follow if way != "with its gate" else lambda y: None
+        us = time_calls(repeated([lambda run=run, then=then: then(run(x)) for run in runs]))["us"]
         size = {"layer": layer, "outs": outs, "in": width, "rows": rows, "way": way}
         found.append({"op": "dense"} | size | {"us": us, "TB/s": outs * width * 2 / us / 1e6})
     return found

@@ -60,10 +60,20 @@ class _Reader:
         self._tell(name)
         return made
 
+    def gate_up(self, gate: str, up: str) -> Linear:
+        if self._config.activation != "silu":
+            return self.linear(gate, up)
+        made = self._make.gated(self._weights, (gate, up))
+        self._tell_of_linear(gate, up)
+        return made
+
     def linear(self, *names: str) -> Linear:
         made = self._make(self._weights, names)
-        self._tell(*names, *(bias for bias in (f"{name}.bias" for name in names) if bias in self._weights.shapes))
+        self._tell_of_linear(*names)
         return made
+
+    def _tell_of_linear(self, *names: str) -> None:
+        self._tell(*names, *(bias for bias in (f"{name}.bias" for name in names) if bias in self._weights.shapes))
 
     def layer(self, number: int, rope: RopeConfig) -> Layer:
         at, config = f"layers.{number}.", self._config
@@ -76,7 +86,7 @@ class _Reader:
             o=linear(at + "o"),
             attn_out_norm=norm(at + "attn_out_norm") if config.output_norms else None,
             mlp_norm=norm(at + "mlp_norm"),
-            gate_up=linear(at + "gate", at + "up"),
+            gate_up=self.gate_up(at + "gate", at + "up"),
             down=linear(at + "down"),
             mlp_out_norm=norm(at + "mlp_out_norm") if config.output_norms else None,
             window=config.windows[number],

@@ -46,8 +46,7 @@ class LinearMaker:
 
     def __call__(self, weights: Weights, names: Sequence[str]) -> Linear:
         """One layer of the rows of several weights, with their biases."""
-        biased = [f"{name}.bias" for name in names if f"{name}.bias" in weights.shapes]
-        biases = [weights.dense(name).to(self.device, self.dtype) for name in biased]
+        biases = [weights.dense(name).to(self.device, self.dtype) for name in _biases(weights, names)]
         bias = torch.cat(biases) if biases else None
         if not self._keeps_4bit([_form(weights, name) for name in names]):
             return self._from_dense(self._read(weights, names), bias, None)
@@ -62,6 +61,17 @@ class LinearMaker:
         for part, rows in zip(parts, torch.split(dense, counts), strict=True):
             part.dequantize(rows)
         return self._from_dense(dense, bias, few)
+
+    def gated(self, weights: Weights, names: Sequence[str]) -> Linear:
+        """A layer of a gate and what it lets through: silu(gate) * up on a GPU, if it can; else the rows of both."""
+        rows, columns = weights.shapes[names[0]]
+        if not self._is_cuda or self.dtype.itemsize > 2 or rows % 8 or columns % 8 or _biases(weights, names):
+            return self(weights, names)
+        if not self._keeps_4bit([_form(weights, name) for name in names]):
+            from kernels.cuda_dense_linear import CudaGatedLinear
+
+            return CudaGatedLinear(self._read(weights, names))
+        return self._cuda_int4([weights.four_bit(name, self.device).packed for name in names], None, gated=True)
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         """A weight as a tensor in the compute dtype."""
@@ -130,7 +140,7 @@ class LinearMaker:
             return CudaDenseLinear(weight, bias)
         return PackedLinear(weight, bias) if self._packs else DenseLinear(weight, bias)
 
-    def _cuda_int4(self, parts: Sequence[W4Weight], bias: Tensor | None) -> Linear:
+    def _cuda_int4(self, parts: Sequence[W4Weight], bias: Tensor | None, gated: bool = False) -> Linear:
         from kernels.cuda_linear_w4 import W4Linear
         from kernels.w4_packed import pack
 
@@ -138,15 +148,16 @@ class LinearMaker:
         if any(part.group_size != first.group_size or not _equal(part.order, first.order) for part in parts):
             biases = [None] * len(parts) if bias is None else torch.split(bias, [part.shape[0] for part in parts])
             return JoinedLinear([self._cuda_int4([part], own) for part, own in zip(parts, biases, strict=True)])
-        zeros = None if all(part.zeros is None for part in parts) else torch.cat([_zeros(part) for part in parts])
+        join = _alternate if gated else torch.cat
+        zeros = None if all(part.zeros is None for part in parts) else join([_zeros(part) for part in parts])
         joined = W4Weight(
-            torch.cat([part.codes for part in parts]),
-            torch.cat([part.scales for part in parts]),
+            join([part.codes for part in parts]),
+            join([part.scales for part in parts]),
             zeros,
             first.order,
             first.group_size,
         )
-        return W4Linear(pack(joined, self.dtype), None if bias is None else bias.contiguous())
+        return W4Linear(pack(joined, self.dtype), None if bias is None else bias.contiguous(), gated)
 
     @property
     def _is_cuda(self) -> bool:
@@ -171,6 +182,15 @@ def _int4(parts: Sequence[Weight4], bias: Tensor | None) -> Linear:
     )
     minima = [part.minima for part in parts if part.minima is not None]
     return Int4Linear(joined, torch.cat(minima) if minima else None, bias)
+
+
+def _alternate(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of all parts in turn."""
+    return torch.stack(tuple(parts), 1).flatten(0, 1)
+
+
+def _biases(weights: Weights, names: Sequence[str]) -> list[str]:
+    return [f"{name}.bias" for name in names if f"{name}.bias" in weights.shapes]
 
 
 def _form(weights: Weights, name: str) -> Form:

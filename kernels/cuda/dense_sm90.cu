@@ -5,14 +5,15 @@
 // stage, the first of W's before the kernel ahead has ended. A warpgroup adds up 64 rows of a tile, or what there is of
 // them. `slices` blocks may share a tile, each a slice of its columns, and leave it to the next kernel to add up their sums.
 //
-// Macros: IS_BF16; TOKENS (16 to 64). For sm_90a only.
+// Macros: IS_BF16; TOKENS (16 to 64); GATED (gated.cuh). For sm_90a only.
+#include "gated.cuh"
 #include "hopper.cuh"
 
 struct Params {
     TensorMap w;      // [outs, width], boxes of tile_rows by 64
     TensorMap x;      // [rows, width], boxes of TOKENS by 64
     const u16* bias;  // [outs], or null
-    u16* out;         // [rows, outs], outs even; or null
+    u16* out;         // [rows, outs], outs even, half as wide if GATED; or null
     float* sums;      // [slices, rows, outs], if `out` is null
     int rows, outs, steps, slices, tiles, tile_rows, stages;  // steps: of 64 columns; tile_rows: a multiple of 8
 };
@@ -120,6 +121,14 @@ DEVICE void add_up(float (&acc)[ACC][4], Pipe& pipe, int steps, int group) {
 DEVICE void store(const Params& p, const Share& share, const float (&acc)[ACC][4], int tile) {
     const int lane = threadIdx.x & 31, row0 = tile * p.tile_rows + threadIdx.x / 32 * 16;
     const int last = min(p.outs, (tile + 1) * p.tile_rows);
+#if GATED
+#pragma unroll
+    for (int j = 0; j < ACC; j++) {
+        const Gated found(acc[j]);
+        const int first = row0 / 2 + found.output, token = found.token + j * 8;
+        if (token < p.rows && first < last / 2) *(u32*)(p.out + (i64)token * (p.outs / 2) + first) = found.both;
+    }
+#else
     float bias[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -146,6 +155,7 @@ DEVICE void store(const Params& p, const Share& share, const float (&acc)[ACC][4
                 if (token + j * 8 + i % 2 < p.rows && row + i / 2 * 8 < last)
                     to[i % 2 * p.outs + i / 2 * 8] = acc[j][i] + bias[i / 2];
     }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(ROW_GROUPS * 128 + 32, 1) dense_sm90(const __grid_constant__ Params p) {

@@ -2,9 +2,9 @@
 //
 // Arithmetic is float32; the residual sum is rounded to the compute dtype before the norm, as it is kept.
 //
-// Macros: OP (0 RMSNorm, 1 with residual, 2 SiLU, 3 gather, 4 as 1 for x in float32 parts that are to be added up); IS_BF16;
-// VECTORS, pieces of 16 bytes per thread (norms only).
-#include "common.cuh"
+// Macros: OP (0 RMSNorm, 1 with residual, 2 SiLU, 3 gather, 4 as 1 for x in float32 parts that are to be added up, 5 SiLU of
+// pairs); IS_BF16; VECTORS, pieces of 16 bytes per thread (norms only).
+#include "gated.cuh"
 
 constexpr int THREADS = 128;
 
@@ -127,14 +127,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
     const int at = blockIdx.y * THREADS + threadIdx.x;
     if (at >= p.width / 8) return;
     Words4* out = (Words4*)(p.out + row * p.out_stride) + at;
-#if OP == 2
+#if OP == 5
+    const Words4* x = (const Words4*)(p.x + row * p.x_stride) + at * 2;
+    float f[8], pairs[2][8];
+    unpack(pairs[0], x[0]);
+    unpack(pairs[1], x[1]);
+#pragma unroll
+    for (int j = 0; j < 8; j++) f[j] = silu(pairs[j / 4][j % 4 * 2]) * pairs[j / 4][j % 4 * 2 + 1];
+    *out = repack(f);
+#elif OP == 2
     const u16* x = p.x + row * p.x_stride;
     Words4 gate = ((const Words4*)x)[at], up = ((const Words4*)(x + p.width))[at];
     float f[8], g[8];
     unpack(f, gate);
     unpack(g, up);
 #pragma unroll
-    for (int j = 0; j < 8; j++) f[j] = __fdividef(f[j], 1.0f + exp2_approx(f[j] * -1.4426950408889634f)) * g[j];
+    for (int j = 0; j < 8; j++) f[j] = silu(f[j]) * g[j];
     *out = repack(f);
 #else
     i64 id = ((const i64*)p.other)[row];

@@ -8,8 +8,8 @@
 // A step is 32 columns: a lane has 8 neighbouring ones of two rows of W, and the same of a row of x. These are operands
 // of two matrix instructions, which then add up the columns in another order, the same for both.
 //
-// Macros: IS_BF16; SLICES. For sm_90.
-#include "common.cuh"
+// Macros: IS_BF16; SLICES; GATED (gated.cuh). For sm_90.
+#include "gated.cuh"
 
 constexpr int WARPS = 16, AHEAD = 8, ROWS = 8;
 
@@ -17,7 +17,7 @@ struct Params {
     const u8* x;      // [rows, width]
     const u8* w;      // [outs, width], packed
     const u16* bias;  // [outs], or null
-    u16* out;         // [rows, outs]
+    u16* out;         // [rows, outs]; half as wide if GATED
     i64 x_stride;     // bytes
     int rows, outs, width, parts;  // parts: warps that share a tile
 };
@@ -44,6 +44,11 @@ struct Stream {
 };
 
 DEVICE void store(const Params& p, int tile, int lane, const Float4& sum) {
+#if GATED
+    const Gated found({sum.x, sum.y, sum.z, sum.w});
+    const int first = tile * 8 + found.output, width = p.outs / 2;
+    if (first < width && found.token < p.rows) *(u32*)(p.out + (i64)found.token * width + first) = found.both;
+#else
     const int out = tile * 16 + (lane >> 2), row = (lane & 3) * 2;
     const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
@@ -52,6 +57,7 @@ DEVICE void store(const Params& p, int tile, int lane, const Float4& sum) {
         if (o >= p.outs || r >= p.rows) continue;
         p.out[(i64)r * p.outs + o] = narrow<IS_BF16>(p.bias ? v[i] + widen<IS_BF16>(p.bias[o]) : v[i]);
     }
+#endif
 }
 
 DEVICE void meet() {

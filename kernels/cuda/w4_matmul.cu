@@ -8,6 +8,7 @@
 // top of x times -(offset + zero point).
 //
 // Macros: IS_BF16; GROUP; ZEROS; TOKEN_TILES (of 8 tokens); STAGES.
+#include "gated.cuh"
 #include "w4.cuh"
 
 struct Params {
@@ -15,12 +16,12 @@ struct Params {
     const u8* records;
     const u8* x;        // [tokens, in], rows apart
     const u16* bias;    // [outs], or null
-    u16* out;           // [tokens, outs], rows apart
+    u16* out;           // [tokens, outs], rows apart; half as wide if gated
     float* partial;     // [grid.y, tokens, outs] if grid.y > 1
     u32* finished;      // [grid.z, grid.x] zeros; left as zeros
     i64 x_stride, out_stride;  // elements
     float factor;       // of all scales
-    int tokens, in, outs, units, pairs;
+    int tokens, in, outs, units, pairs, gated;  // the last: see gated.cuh; no bias then
 };
 
 constexpr int TOKENS = TOKEN_TILES * 8;
@@ -156,6 +157,12 @@ DEVICE void store(const Params& p, int token, int row, float sum) {
 DEVICE void store_fragment(const Params& p, int pair, int i, Float4 v) {
     const int lane = threadIdx.x & 31, row = (pair * 2 + i / TOKEN_TILES) * 16 + (lane >> 2);
     const int token = blockIdx.z * TOKENS + i % TOKEN_TILES * 8 + (lane & 3) * 2;
+    if (p.gated && gridDim.y == 1) {
+        const Gated found({v.x * p.factor, v.y * p.factor, v.z * p.factor, v.w * p.factor});
+        const int first = (pair * 2 + i / TOKEN_TILES) * 8 + found.output, own = token - (lane & 3) * 2 + found.token;
+        if (own < p.tokens && first < p.outs / 2) *(u32*)(p.out + own * p.out_stride + first) = found.both;
+        return;
+    }
     store(p, token, row, v.x), store(p, token + 1, row, v.y);
     store(p, token, row + 8, v.z), store(p, token + 1, row + 8, v.w);
 }
@@ -171,16 +178,20 @@ DEVICE void merge(const Params& p, int first_row, int last_row, int token0) {
     if (!is_last) return;
     __threadfence();
     const int rows = min(last_row, p.outs) - first_row, tokens = min(TOKENS, p.tokens - token0);
-    for (int i = threadIdx.x; i < rows * tokens; i += blockDim.x) {
-        const int token = token0 + i / rows, row = first_row + i % rows;
+    auto sum_of = [&](int token, int row) {
         float sum = 0;
         for (int y = 0; y < gridDim.y; y++) sum += __ldcg(p.partial + ((i64)y * p.tokens + token) * p.outs + row);
-        sum = sum * p.factor + (p.bias ? widen<IS_BF16>(p.bias[row]) : 0.0f);
-        p.out[token * p.out_stride + row] = narrow<IS_BF16>(sum);
+        return sum * p.factor + (p.bias ? widen<IS_BF16>(p.bias[row]) : 0.0f);
+    };
+    const int each = p.gated ? 2 : 1, outs = rows / each;
+    for (int i = threadIdx.x; i < outs * tokens; i += blockDim.x) {
+        const int token = token0 + i / outs, row = first_row + i % outs * each;
+        const float sum = sum_of(token, row);
+        p.out[token * p.out_stride + row / each] = narrow<IS_BF16>(p.gated ? silu(sum) * sum_of(token, row + 1) : sum);
     }
 }
 
-// Copies a block's part of x, rows `pitch` bytes apart, behind what each thread copies afterwards.
+// Copies a block's part of x, rows `pitch` bytes apart, beside what each thread copies of the weights.
 #if __CUDA_ARCH__ >= 900
 __shared__ __align__(8) u64 x_barrier;
 
@@ -228,6 +239,7 @@ DEVICE void wait_for_x() {
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) w4_matmul(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ int begins[MOST_THREADS / 32 + 1];
+    let_next_start();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int first = (u32)p.pairs * blockIdx.x / gridDim.x, last = (u32)p.pairs * (blockIdx.x + 1) / gridDim.x;
     const int slice0 = gridDim.y == 1 ? 0 : (u32)p.units * blockIdx.y / gridDim.y;
@@ -237,7 +249,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) w4_matmul(const __
     // Shared memory: each warp's ring, which at the end takes its sums of its last pair; those of its first; x.
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     const u32 x = base + warps * (STAGES * SLOT + HEAD);
+#if __CUDA_ARCH__ < 900
     start_x(p, x, pitch, slice0, slice, token0, tokens);
+#endif
     const int begin = (u32)(all * warp) / warps, end = (u32)(all * (warp + 1)) / warps, whole = (u32)begin / slice;
     int pair = first + whole, unit = slice0 + begin - whole * slice;
     const u32 ring = base + warp * STAGES * SLOT;
@@ -245,6 +259,10 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) w4_matmul(const __
                p.records + records_at(2 * pair, 0, p.units) + lane * RECORD, ring, ring, unit, end - begin};
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++) run.fetch(p, slice0, slice_end);
+    wait_for_previous();
+#if __CUDA_ARCH__ >= 900
+    start_x(p, x, pitch, slice0, slice, token0, tokens);
+#endif
     wait_for_x();
 
     u32 at_x[TOKEN_TILES];  // a row beyond the tokens gives a column that nobody stores

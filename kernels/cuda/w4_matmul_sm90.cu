@@ -8,6 +8,7 @@
 //
 // Macros: IS_BF16; GROUP; ZEROS; TOKENS (of a tile: 16, 32, 64, 128 or 256); ROW_GROUPS (warpgroups, of 64 outputs each);
 // K_GROUPS. For sm_90a only.
+#include "gated.cuh"
 #include "hopper.cuh"
 #include "w4.cuh"
 
@@ -16,12 +17,12 @@ struct Params {
     const u8* codes;    // as in w4.cuh
     const u8* records;
     const u16* bias;    // [outs], or null
-    u16* out;           // [tokens, outs], outs even, rows an even number apart
+    u16* out;           // [tokens, outs], outs even, rows an even number apart; half as wide if gated
     Float4* partial;    // [grid, TOKENS / 8, ROW_THREADS]
     u32* finished;      // [grid, ROW_WARPS] zeros; left as zeros
     i64 out_stride;     // elements
     float factor;       // of all scales
-    int tokens, outs, steps, row_pairs, row_blocks, token_blocks;
+    int tokens, outs, steps, row_pairs, row_blocks, token_blocks, gated;  // the last: see gated.cuh; no bias then
 };
 
 constexpr int ROW_WARPS = ROW_GROUPS * 4, ROW_THREADS = ROW_GROUPS * 128, PAIRS = ROW_GROUPS * 2, ACC = TOKENS / 8;
@@ -70,6 +71,7 @@ DEVICE int begin_of(const Params& p, int block) {
 
 // One lane of each of the four warps: x by the first, and a fourth of the pairs of row tiles.
 DEVICE void copy_ahead(const Params& p, Pipe pipe) {
+    wait_for_previous();
     const int begin = begin_of(p, blockIdx.x), end = begin_of(p, blockIdx.x + 1);
     const int part = (threadIdx.x - THREADS) >> 5;
     int tile = begin / p.steps, step = begin - tile * p.steps;
@@ -167,6 +169,16 @@ DEVICE void store(const Params& p, const float (&acc)[ACC][4], int tile) {
     const int lane = threadIdx.x & 31;
     const int row_block = tile / p.token_blocks, token_block = tile - row_block * p.token_blocks;
     const int row0 = (row_block * ROW_WARPS + (int)(threadIdx.x >> 5)) * 16;
+    if (p.gated) {
+#pragma unroll
+        for (int j = 0; j < ACC; j++) {
+            const float(&v)[4] = acc[j];
+            const Gated found({v[0] * p.factor, v[1] * p.factor, v[2] * p.factor, v[3] * p.factor});
+            const int first = row0 / 2 + found.output, token = token_block * TOKENS + j * 8 + found.token;
+            if (token < p.tokens && first < p.outs / 2) *(u32*)(p.out + token * p.out_stride + first) = found.both;
+        }
+        return;
+    }
     float bias[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -280,6 +292,7 @@ DEVICE void work(const Params& p, Pipe pipe, Float4* sums) {
 extern "C" __global__ void __launch_bounds__(ALL, 1) w4_matmul_sm90(const __grid_constant__ Params p) {
     extern __shared__ u8 shared[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
+    let_next_start();
     Pipe pipe;
     pipe.stages = (u32)__cvta_generic_to_shared(shared) + 1023 & ~1023u;
     pipe.full = (u32)__cvta_generic_to_shared(barriers), pipe.empty = pipe.full + STAGES * 8;

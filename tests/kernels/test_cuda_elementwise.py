@@ -36,7 +36,7 @@ def test_before_the_wait_nothing_is_read_or_written() -> None:
         load_nvrtc()
     except KernelError as error:
         pytest.skip(str(error))
-    for op in (*ops._NORMS, ops._SILU_MUL, ops._GATHER):
+    for op in (*ops._NORMS, ops._SILU_MUL, ops._SILU_MUL_PAIRS, ops._GATHER):
         code = compile_variant(ops._variant(op, torch.bfloat16, 2), "compute_90").image.decode()
         ahead, wait, _ = code.partition("griddepcontrol.wait;")
         assert wait and not re.findall(r"(?:ld|st|atom|red)\.global", ahead), op
@@ -124,10 +124,13 @@ def test_silu_mul(dtype: torch.dtype, width: int) -> None:
         gate_up = (torch.randn(rows, 2 * width, device="cuda") * 4).to(dtype)
         gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -88.0])
         out, whole = guarded(rows, width, dtype)
-        ops.silu_mul(gate_up, out)
-        gate, up = gate_up.double().chunk(2, -1)
-        torch.testing.assert_close(out.double(), F.silu(gate) * up, rtol=ROUNDING[dtype] * 1.1, atol=1e-7)
-        assert (whole[[0, -1]] == 7).all()
+        gate, up = gate_up.chunk(2, -1)
+        for in_pairs, x in ((False, gate_up), (True, torch.stack((gate, up), -1).flatten(1))):
+            whole[1:-1] = float("nan")
+            ops.silu_mul(x, out, in_pairs)
+            wanted = F.silu(gate.double()) * up.double()
+            torch.testing.assert_close(out.double(), wanted, rtol=ROUNDING[dtype] * 1.1, atol=1e-7)
+            assert (whole[[0, -1]] == 7).all()
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 
 from kernels import cuda_linear_sm90
 from kernels.compiler import KernelError, compile_variant, read_source
-from kernels.cuda_dense_linear import CudaDenseLinear
+from kernels.cuda_dense_linear import CudaDenseLinear, CudaGatedLinear
 from kernels.cuda_linear import FewRowsLinear, OneRowLinear, all_variants
 from kernels.cuda_linear_sm90 import HopperLinear, plan
 
@@ -131,6 +131,23 @@ def test_rows_on_hopper_agree_with_float64(shape: tuple[int, int], slices: int) 
                 assert 1 <= len(parts) <= slices
                 for found, most in ((out, 2e-3 if dtype == torch.float16 else 1e-2), (parts.sum(0), 1e-4)):
                     assert (found.double() - expected).norm() / expected.norm() < most, rows
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(8, 256), (88, 96), (1376, 2048), (11008, 2048), (2000, 328), (20000, 288)])
+def test_a_gate_and_what_it_lets_through_agree_with_float64(shape: tuple[int, int]) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    for dtype in (torch.float16, torch.bfloat16):
+        weight = (torch.randn(2 * shape[0], shape[1], generator=generator, device="cuda") * shape[1] ** -0.5).to(dtype)
+        layer = CudaGatedLinear(weight)
+        for rows in (1, 2, 5, 8, 9, 31, 64, 65):
+            x = torch.full((rows, shape[1] + 8), float("nan"), device="cuda", dtype=dtype)[:, : shape[1]]
+            x.copy_(torch.randn(x.shape, generator=generator, device="cuda"))
+            gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+            out, expected = layer(x), gate * gate.sigmoid() * up
+            assert out.shape == expected.shape
+            assert (out.double() - expected).norm() / expected.norm() < (3e-3 if dtype == torch.float16 else 2e-2), rows
+            assert torch.equal(layer(x), out), "always in the same order"
 
 
 @gpu

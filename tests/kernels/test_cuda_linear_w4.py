@@ -205,6 +205,26 @@ def test_scales_beyond_the_range_of_float16_stay_exact() -> None:
 
 @pytest.mark.gpu
 @NEEDS_GPU
+@pytest.mark.parametrize(("rows", "columns"), [(16, 256), (48, 16384), (1376, 512), (22016, 2048)])
+def test_a_gate_and_what_it_lets_through(rows: int, columns: int) -> None:
+    for dtype, group, zeros in ((torch.half, 32, True), (torch.bfloat16, 128, False)):
+        weight = make_weight(rows, columns, group, zeros)
+        linear = W4Linear(pack(weight, dtype), gated=True)
+        exact = weight.dequantize(torch.float64)
+        for tokens in (1, 8, 9, 33, 65, 200, 1100):
+            x = torch.randn(tokens, columns, device="cuda").to(dtype)
+            y = x.double() @ exact.T
+            gate, up = y[:, ::2], y[:, 1::2]
+            wanted = gate * gate.sigmoid() * up
+            for path in (linear, *([linear.few] if tokens <= 64 else [])):
+                found = path(x)
+                assert found.shape == wanted.shape
+                assert relative_error(found, wanted) < 3 * LIMITS[dtype], (path, tokens)
+                assert torch.equal(found, path(x)), (path, tokens)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
 def test_large_activations_are_summed_in_float32() -> None:
     """Products and partial sums beyond 65504, in float16; the sum itself is in range."""
     weight = make_weight(64, 256, 128, False)
