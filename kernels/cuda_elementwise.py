@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.compiler import KernelError, Variant
 from kernels.launcher import kernel
 
-_THREADS = 128
+_THREADS, _PARTS_THREADS = 128, 512  # of a block; of one that adds up parts
 _RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _GATHER, _ADD_SLICES, _SILU_MUL_PAIRS = range(6)
 _NORMS = _RMS_NORM, _ADD_RMS_NORM, _ADD_SLICES
 _VECTORS = (1, 2, 4, 8, 16)
@@ -23,11 +23,16 @@ def _variant(op: int, dtype: torch.dtype, vectors: int = 1) -> Variant:
     return Variant("elementwise.cu", macros)
 
 
+def _threads(op: int) -> int:
+    return _PARTS_THREADS if op == _ADD_SLICES else _THREADS
+
+
 def all_variants() -> list[Variant]:
     """Everything that these ops can ask for."""
     found = []
     for dtype in (torch.float16, torch.bfloat16):
-        found += [_variant(op, dtype, vectors) for op in _NORMS for vectors in _VECTORS]
+        norms = ((op, vectors) for op in _NORMS for vectors in _VECTORS)
+        found += [_variant(op, dtype, vectors) for op, vectors in norms if 8 * _threads(op) * vectors <= MOST_WIDTH]
         found += [_variant(op, dtype) for op in (_SILU_MUL, _SILU_MUL_PAIRS, _GATHER)]
     return found
 
@@ -81,7 +86,7 @@ def _norm(op: int, x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
     if width > MOST_WIDTH:
         raise KernelError(f"x: rows of {width}; {MOST_WIDTH} at most")
     out = _output(out, like, rows, width)
-    vectors = next(count for count in _VECTORS if 8 * _THREADS * count >= width)
+    vectors = next(count for count in _VECTORS if 8 * _threads(op) * count >= width)
     _launch(op, x, out, residual, weight, eps, vectors)
     return out
 
@@ -126,7 +131,7 @@ def _launch(
     if any(t is not None and t.device != x.device for t in (out, residual, other)):
         raise KernelError(f"tensors on several devices, the first on {x.device}")
     columns = 1 if op in _NORMS else -(-width // (8 * _THREADS))
-    kernel(_variant(op, out.dtype, vectors), "4P4q2if4x", _THREADS, index)(
+    kernel(_variant(op, out.dtype, vectors), "4P4q2if4x", _threads(op), index)(
         (rows, columns, 1),
         x.data_ptr(),
         0 if residual is None else residual.data_ptr(),

@@ -264,6 +264,12 @@ DEVICE void drop_unstored(u32 (&v)[4][V_WORDS], const Visible& visible, int tile
             for (int i = 0; i < V_WORDS; i++) v[r][i] = 0;
 }
 
+// Of a tile's first key, among all KV heads of its block.
+DEVICE int slot_of(const Params& p, int head, int tile) {
+    const int tiles = 1 << p.block_tiles_log2;
+    return (head * tiles + (tile & (tiles - 1))) * 16;
+}
+
 // One warp's tiles of a segment: first, first + WARPS, ... below last.
 struct TileReader {
     const Params& p;
@@ -290,10 +296,7 @@ struct TileReader {
         }
     }
     DEVICE const u8* block() const { return p.pool + __shfl_sync(FULL_WARP, ids, index & 31) * p.block_stride; }
-    DEVICE int slot() const {  // of the tile's first key, among all KV heads of its block
-        int tiles = 1 << p.block_tiles_log2;
-        return (head * tiles + (tile() & (tiles - 1))) * 16;
-    }
+    DEVICE int slot() const { return slot_of(p, head, tile()); }
 };
 
 DEVICE void load_scales(Scales& sc, const Params& p, const u8* block, int slot, int n) {
@@ -520,6 +523,21 @@ DEVICE void clear(State& st) {
         }
 }
 
+// Asks L2 for the warps' first two tiles of a segment: all but the newest keys are there since earlier steps.
+DEVICE void prefetch_tiles(const Params& p, const PlanEntry& at, int first, int count) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int own = warp + i * WARPS, tile = first + own;
+        if (own >= count) return;
+        const int* id = p.tables + (i64)at.request * p.table_stride + (tile >> p.block_tiles_log2);
+        const u8* block = p.pool + __ldcg(id) * p.block_stride;
+        const int slot = slot_of(p, at.head / p.row_blocks, tile);
+        for (int line = lane; line < K_ROW / 8; line += 32) prefetch_l2(block + p.k_offset + slot * K_ROW + line * 128);
+        for (int line = lane; line < V_ROW / 8; line += 32) prefetch_l2(block + p.v_offset + slot * V_ROW + line * 128);
+    }
+}
+
 __shared__ volatile int kept[12];  // while a segment is read, for want of registers
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
@@ -531,8 +549,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
     int per_block = p.plan[0], total = p.plan[1], heads = p.kv_heads * p.row_blocks;
     int position = blockIdx.x * per_block, end = min(position + per_block, total);
     if (position < end) {
-        const int tile = tile_range(at.length, at.tokens, p.window).first + at.tile;
-        prefetch_l2(p.tables + (i64)at.request * p.table_stride + (tile >> p.block_tiles_log2));
+        const TileRange range = tile_range(at.length, at.tokens, p.window);
+        const int most = min(range.count - at.tile, end - position);
+        if (p.plan[2]) end = position + most;
+        if (at.length > 0) prefetch_tiles(p, at, range.first + at.tile, most);
     }
     wait_for_previous();
     while (position < end) {

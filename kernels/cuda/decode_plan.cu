@@ -10,18 +10,21 @@ struct Params {
 
 constexpr int THREADS = 1024;
 constexpr int MULTIPLE = 8;  // tiles: the warps of an attention block take one each in turn
-constexpr int MOST_ALONE = 4 * MULTIPLE;  // where a block has no more, a second one on its multiprocessor costs more time
+// Where a block has no more, what a second one on its multiprocessor or a merge with others costs is more than it saves.
+constexpr int MOST_ALONE = 4 * MULTIPLE;
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_constant__ Params p) {
-    __shared__ int sums[THREADS / 32], carry;
+    __shared__ int sums[THREADS / 32], carry, longest;
     int* before = p.plan + PLAN_HEADER + p.grid * (int)(sizeof(PlanEntry) / 4);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) carry = 0, before[0] = 0;
+    if (threadIdx.x == 0) carry = 0, longest = 0, before[0] = 0;
     __syncthreads();
     for (int base = 0; base < p.batch; base += THREADS) {
         int request = base + threadIdx.x, tiles = 0;
         if (request < p.batch)
             tiles = tile_range(p.lengths[request], p.query_start[request + 1] - p.query_start[request], p.window).count;
+        const int most = __reduce_max_sync(FULL_WARP, tiles);
+        if (lane == 0) atomicMax(&longest, most);
         for (int step = 1; step < 32; step *= 2) {
             int other = __shfl_up_sync(FULL_WARP, tiles, step);
             if (lane >= step) tiles += other;
@@ -35,10 +38,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_c
         if (threadIdx.x == THREADS - 1) carry = ahead + tiles;
         __syncthreads();
     }
-    int total = carry * p.heads;
+    const bool whole = longest <= MOST_ALONE && p.batch * p.heads <= p.multiprocessors;
+    if (whole) {
+        for (int request = threadIdx.x; request <= p.batch; request += THREADS) before[request] = request * longest;
+        __syncthreads();
+    }
+    int total = (whole ? p.batch * longest : carry) * p.heads;
     int grid = total > p.multiprocessors * MOST_ALONE ? p.grid : min(p.grid, p.multiprocessors);
-    int per_block = (total + grid * MULTIPLE - 1) / (grid * MULTIPLE) * MULTIPLE;
-    if (threadIdx.x == 0) p.plan[0] = per_block, p.plan[1] = total;
+    int per_block = whole ? longest : (total + grid * MULTIPLE - 1) / (grid * MULTIPLE) * MULTIPLE;
+    if (threadIdx.x == 0) p.plan[0] = per_block, p.plan[1] = total, p.plan[2] = whole;
     for (int block = threadIdx.x; block < p.grid; block += THREADS) {
         int position = block * per_block;
         if (position >= total) break;

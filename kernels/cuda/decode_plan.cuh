@@ -1,9 +1,9 @@
 // What the planner and the attention kernel agree on. The tiles of all (request, head) pairs stand in one line, which
-// is cut into equal pieces, one per block of the grid.
+// is cut into equal pieces, one per block of the grid. Or each pair has a piece of its own, as long as the longest pair.
 #pragma once
 #include "common.cuh"
 
-#define PLAN_HEADER 4  // ints: tiles per block, tiles in all, two unused; then one PlanEntry per block
+#define PLAN_HEADER 4  // ints: tiles per block, tiles in all, is a pair a piece, unused; then one PlanEntry per block
 
 // Where a block begins: tile counts from the request's first. The request's own numbers save a block a dependent load.
 // The tiles of that request and head are shared by `parts` blocks from first_block on.

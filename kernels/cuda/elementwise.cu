@@ -6,7 +6,7 @@
 // pairs); IS_BF16; VECTORS, pieces of 16 bytes per thread (norms only).
 #include "gated.cuh"
 
-constexpr int THREADS = 128;
+constexpr int THREADS = OP == 4 ? 512 : 128;  // few rows come in parts: no thread is to wait for them twice
 
 struct Params {
     const u16* x;       // rows of the input; of the table for the gather; float32 [slices, rows, width] of OP 4

@@ -71,12 +71,12 @@ DEVICE int begin_of(const Params& p, int block) {
 
 // One lane of each of the four warps: x by the first, and a fourth of the pairs of row tiles.
 DEVICE void copy_ahead(const Params& p, Pipe pipe) {
-    wait_for_previous();
     const int begin = begin_of(p, blockIdx.x), end = begin_of(p, blockIdx.x + 1);
     const int part = (threadIdx.x - THREADS) >> 5;
     int tile = begin / p.steps, step = begin - tile * p.steps;
     int row_block = tile / p.token_blocks, token_block = tile - row_block * p.token_blocks;
     pipe.phase = 1;  // all stages are empty
+    if (part == 0) wait_for_previous();  // x is its own; the others copy nothing that this step writes
 #pragma unroll 1
     for (int i = begin; i < end; i++) {
         const u32 to = pipe.stages + pipe.stage * STAGE, full = pipe.full + pipe.stage * 8;

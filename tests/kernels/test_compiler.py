@@ -177,5 +177,5 @@ def test_who_lets_the_next_kernel_start_waits_for_the_one_before() -> None:
         assert waits == entries or (waits == 0 and "let_next_start();" not in text), path.name
         early += [path.name] * Variant(path.name).is_early
     others = ["few_rows.cu", "one_row.cu", "sampling.cu", "scan_logits.cu", "top_logprobs.cu"]
-    others += ["w4_matmul.cu", "write_kv.cu"]
+    others += ["w4_matmul.cu", "w4_matmul_sm90.cu", "write_kv.cu"]
     assert early == ["decode_attention.cu", "dense_sm90.cu", "elementwise.cu", *others]
