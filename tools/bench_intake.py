@@ -4,8 +4,9 @@
         [--backend w4a16] [--kv-cache-dtype fp8] [--device cuda] [--in-process] [--output FILE.json]
 
 Two engines, alike but for `swap_every`, take turns: in each iteration either decodes `--streams` long streams while
-`--submits` short text requests come in at random moments. Timed is what a frontend sees: client -> tokenizer -> core's
-intake thread -> tokenizer -> client. Goal: a ratio of the p99s of at most 1.2, or both under 5 ms.
+`--submits` short requests (texts; token ids with random weights) come in at random moments. Timed is what a frontend
+sees: client -> tokenizer -> core's intake thread -> tokenizer -> client. Goal: a ratio of the p99s of at most 1.2, or
+both under 5 ms.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from frontend.engine_client import EngineClient
-from protocol.messages import SamplingParams, TextParams, TextPrompt
+from protocol.messages import Prompt, SamplingParams, TextParams, TextPrompt, TokenPrompt, pack_i32
 from tools.local_engine import run_with
 from tools.measurement import (
     Column,
@@ -59,9 +60,16 @@ async def keep_streaming(client: EngineClient, seed: int) -> None:
             raise RuntimeError(f"a stream ended with {stream.finish}: {stream.error}")
 
 
-async def time_submit(client: EngineClient, number: int) -> tuple[float, float]:
+def short_prompt(number: int, options: argparse.Namespace) -> Prompt:
+    """A text; token ids for random weights, which take nothing else."""
+    if options.load_format != "dummy":
+        return TextPrompt(f"Question {number}: what is the capital of France?")
+    (ids,) = random_prompts(number, [12])
+    return TokenPrompt(pack_i32(ids))
+
+
+async def time_submit(client: EngineClient, prompt: Prompt) -> tuple[float, float]:
     """Seconds from submit to the acknowledgement, and to the moment when the core's intake thread had it."""
-    prompt = TextPrompt(f"Question {number}: what is the capital of France?")
     started = time.monotonic()
     async with client.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0), TextParams()) as generation:
         seconds = time.monotonic() - started
@@ -79,7 +87,7 @@ async def run_phase(client: EngineClient, options: argparse.Namespace, seed: int
     before = (await fresh_status(client)).counters
     submits = []
     for number in range(options.submits):
-        submits.append(asyncio.create_task(time_submit(client, number)))
+        submits.append(asyncio.create_task(time_submit(client, short_prompt(number, options))))
         await asyncio.sleep(draw.uniform(0, PAUSE))
     pairs = await asyncio.gather(*submits)
     after = (await fresh_status(client)).counters

@@ -1,12 +1,16 @@
-"""The parts of the swap benchmarks that need no engine."""
+"""The swap benchmarks: their parts, and intake against real processes without a model."""
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from protocol.messages import Finish, Timing
 from tools import bench_cpu_offload, bench_intake, bench_oversubscription
 from tools.streams import Stream
+
+from ..engine_core.model.test_dummy import TINY
 
 
 def test_the_experiment_fills_its_pool_exactly(
@@ -39,6 +43,15 @@ def test_intake_of_a_storm_is_held_against_that_of_a_calm() -> None:
     assert (found["p99_ratio"], found["goal_met"]) == (1.5, False)
     assert (found["requests_swapped_quiet"], found["requests_swapped_swapping"], found["steps_quiet"]) == (0, 8, 10)
     assert bench_intake.summarize({0: [phase(0.1, 0)], 1: [phase(0.119, 1)]})["goal_met"]
+
+
+def test_intake_with_random_weights(tmp_path: Path) -> None:
+    """They take no text."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"vocab_size": 40000}))
+    engine = ["--checkpoint", str(tmp_path), "--device", "null", "--load-format", "dummy", "--iterations", "1"]
+    assert bench_intake.main([*engine, "--submits", "5", "--output", str(tmp_path / "x.json")]) == 0
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert (found["submits_quiet"], found["submits_swapping"]) == (5, 5)
 
 
 def test_streams_tell_their_gaps() -> None:
