@@ -248,8 +248,26 @@ def largest_step(max_rows: int, chunk_tokens: int, max_context: int, block_size:
     return StepPlan(0, [Row(-1 - number, [0], 0, [0], True, sampling, 0, [0]) for number in numbers], prefills)
 
 
-def load_cuda_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> CudaRunner:
-    """Load `config.model`, size the pool by what is free after a warm-up, capture graphs. Raises StartupError."""
+class _Clock:
+    """What a start is spent on."""
+
+    def __init__(self, since: float) -> None:
+        self._last, self.seconds = since, dict[str, float]()
+
+    def passed(self, what: str) -> None:
+        now = time.monotonic()
+        self.seconds[what], self._last = now - self._last, now
+
+
+def load_cuda_runner(
+    config: EngineConfig, progress: Callable[[int, int], None], since: float | None = None
+) -> CudaRunner:
+    """Load `config.model`, size the pool by what is free after a warm-up, capture graphs. Raises StartupError.
+
+    `since`: when the start began (time.monotonic), before this file was imported.
+    """
+    clock = _Clock(time.monotonic() if since is None else since)
+    clock.passed("imports")
     device = open_device(config.device)
     memory: MemoryPlan | None = None
     try:
@@ -259,7 +277,8 @@ def load_cuda_runner(config: EngineConfig, progress: Callable[[int, int], None])
             raise StartupError("--dtype fp32 is for the CPU: the CUDA kernels compute in bf16 or fp16")
         kernel_layouts(model.kv_layout)
         memory = plan_memory(model, config)
-        return _load(config, model, memory, progress)
+        clock.passed("device")
+        return _load(config, model, memory, progress, clock)
     except KernelError as error:
         raise StartupError(f"--device cuda: {error}") from error
     except torch.OutOfMemoryError as error:
@@ -270,13 +289,13 @@ def load_cuda_runner(config: EngineConfig, progress: Callable[[int, int], None])
 
 
 def _load(
-    config: EngineConfig, model: OpenModel, memory: MemoryPlan, progress: Callable[[int, int], None]
+    config: EngineConfig, model: OpenModel, memory: MemoryPlan, progress: Callable[[int, int], None], clock: _Clock
 ) -> CudaRunner:
     host_pool = None
     if config.offload_budget >= memory.kv.block_bytes:  # made while the weights load
         host_pool = HostPool(memory.kv.block_bytes, config.offload_budget, pinned=True)
     try:
-        return _start(config, model, memory, host_pool, progress)
+        return _start(config, model, memory, host_pool, progress, clock)
     except BaseException:
         if host_pool is not None:
             host_pool.close()  # a process that ends while a thread of it pins memory may crash
@@ -289,21 +308,20 @@ def _start(
     memory: MemoryPlan,
     host_pool: HostPool | None,
     progress: Callable[[int, int], None],
+    clock: _Clock,
 ) -> CudaRunner:
-    clock = [time.monotonic()]
     decoder = load_decoder(model, config.model, progress)
-    clock.append(time.monotonic())
+    clock.passed("weights")
     runner = CudaRunner(decoder, model, config, memory)
     runner.host_pool = host_pool
     workspace = 2 * runner.warm_up() + runner.graph_bytes  # of steps with graphs and of those without
-    clock.append(time.monotonic())
+    clock.passed("kernels and warm-up")
     runner.memory_plan = _fit(runner, config, memory, workspace)
     runner.use_pool(runner.memory_plan.kv.num_blocks)
     runner.capture()
     runner.warm_up()  # torch's allocator has its memory from here on: no step asks the device for more
-    clock.append(time.monotonic())
-    names = ("weights", "kernels and warm-up", "pool and graphs")
-    runner.start_seconds = {name: end - start for name, start, end in zip(names, clock, clock[1:], strict=False)}
+    clock.passed("pool and graphs")
+    runner.start_seconds = clock.seconds
     return runner
 
 

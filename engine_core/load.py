@@ -1,6 +1,7 @@
 """From a configuration to everything the step loop needs: the runner, the copies, the sizes, what the model is."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,9 +66,10 @@ def _load_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> 
 
         return NullRunner(config)
     if config.device == "cuda":
+        since = time.monotonic()
         from engine_core.cuda_runner import load_cuda_runner
 
-        return load_cuda_runner(config, progress)
+        return load_cuda_runner(config, progress, since)
     # How long an OpenMP thread spins at a barrier before it sleeps. libgomp's own 300,000 rounds stall a step as soon
     # as another process wants the core (300 tokens/s became 23); without any, waking threads takes half of a step.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
