@@ -10,7 +10,6 @@ from kernels.cuda_attention import DecodeAttention, PrefillAttention, WriteKV
 from kernels.cuda_dense_linear import CudaDenseLinear
 from kernels.cuda_elementwise import add_rms_norm, embedding, rms_norm, silu_mul
 from kernels.cuda_layout import KVLayout
-from kernels.cuda_linear_w4 import W4Linear
 from kernels.kv_format import BlockLayout
 from kernels.linear import Linear
 
@@ -75,9 +74,7 @@ class CudaForward:
             self._attend(number, qkv, mixed, decodes, prefills)
             x = self._add_norm(layer.o, mixed.view(tokens, -1), hidden, layer.attn_out_norm, layer.mlp_norm)
             following = layers[number + 1].attn_norm if number + 1 < len(layers) else self._decoder.norm
-            x = layer.gate_up(x)
-            if not (isinstance(layer.gate_up, CudaDenseLinear | W4Linear) and layer.gate_up.gated):
-                x = self._gate(x)
+            x = layer.gate_up(x) if layer.is_gated else self._gate(layer.gate_up(x))
             x = self._add_norm(layer.down, x, hidden, layer.mlp_out_norm, following)
         return x
 

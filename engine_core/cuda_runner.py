@@ -1,6 +1,5 @@
 """Computes steps on a GPU. A step is launched without waiting for it: the next one can be planned while it runs."""
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -201,8 +200,6 @@ class CudaRunner:
         """Capture graphs, the largest first: the smaller ones use its memory."""
         mixed = [self._mixed_shape(tokens) for tokens in reversed(self._mixed_sizes)]
         memory = torch.cuda.graph_pool_handle()
-        gc.collect()
-        gc.freeze()  # or each capture would go through it for garbage
         for shape in (*mixed, *(StepShape(rows, 0, rows) for rows in reversed(self._sizes))):
             self.inputs.upload(StepPlan(0, [], []), {}, shape)
             graph = torch.cuda.CUDAGraph()
@@ -214,7 +211,6 @@ class CudaRunner:
                 if shape.prefills:
                     out = self._hidden[: shape.tokens].copy_(out)
             self.graphs[shape] = StepGraph(graph, out)
-        gc.unfreeze()
         # A capture gives back what is cached: what a step of more prefill rows takes is to be there again.
         self.inputs.upload(StepPlan(0, [], []), {}, mixed[0])
         self._compute(mixed[0])

@@ -19,7 +19,7 @@ class CudaDenseLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
         """Arguments are those of `OneRowLinear`."""
-        self._weight, self._bias, self.gated = weight, bias, gated
+        self._weight, self._bias, self._gated = weight, bias, gated
         self._one = OneRowLinear(weight, bias, gated)
         self._few: FewRowsLinear | None = None
         self._hopper: HopperLinear | None = None
@@ -38,11 +38,11 @@ class CudaDenseLinear:
         if self._hopper and FEW_ROWS < rows <= MOST_ROWS and self._hopper.tile_rows >= _LEAST_TILE:
             return self._hopper(x)
         y = F.linear(x, self._weight, self._bias)
-        return silu_mul(y, in_pairs=True) if self.gated else y
+        return silu_mul(y, in_pairs=True) if self._gated else y
 
     def parts(self, x: Tensor) -> Tensor:
         """As a call; but where that is faster it comes in float32 parts `[slices, n, out]`, for `add_rms_norm`."""
-        if self._hopper and FEW_ROWS < len(x) <= MOST_ROWS:
+        if self._hopper and FEW_ROWS < len(x) <= MOST_ROWS and not self._gated:
             return self._hopper.parts(x)
         return self(x)
 

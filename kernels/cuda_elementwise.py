@@ -51,7 +51,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None, in_pairs: bool = False) -> Tensor:
-    """silu(gate) * up, where gate_up `[n, 2 * d]` holds gate in its first half, or one and one; returns `[n, d]`."""
+    """silu(gate) * up, `[n, d]`: gate is the first half of gate_up `[n, 2 * d]`, or every other column (`in_pairs`)."""
     width = gate_up.shape[-1] // 2
     _check_rows("gate_up", gate_up, len(gate_up), 2 * width, gate_up.dtype)
     if width % 8:

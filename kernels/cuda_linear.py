@@ -29,8 +29,11 @@ def all_variants() -> list[Variant]:
     return [*(_variant(*kind) for kind in kinds), *few]
 
 
-def check_weight(weight: Tensor, bias: Tensor | None, multiple: int) -> None:
-    """Raise KernelError unless weight is float16 or bfloat16 `[out, in]`, packed, in a multiple of `multiple`."""
+def check_weight(weight: Tensor, bias: Tensor | None, multiple: int, gated: bool = False) -> None:
+    """Raise KernelError unless weight is float16 or bfloat16 `[out, in]`, packed, in a multiple of `multiple`.
+
+    `gated`: its rows are pairs, and there is no bias.
+    """
     if (
         weight.dtype not in (torch.float16, torch.bfloat16)
         or weight.dim() != 2
@@ -40,6 +43,8 @@ def check_weight(weight: Tensor, bias: Tensor | None, multiple: int) -> None:
         or not weight.is_cuda
     ):
         raise KernelError(f"weight: {weight.dtype} {tuple(weight.shape)} strides {weight.stride()}")
+    if gated and (len(weight) % 2 or bias is not None):
+        raise KernelError(f"a gate and what it lets through: {tuple(weight.shape)}; wanted rows in pairs, and no bias")
     if bias is not None and (
         bias.dtype != weight.dtype
         or bias.shape != weight.shape[:1]
@@ -73,9 +78,10 @@ class OneRowLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
         """Weight `[out, in]` float16 or bfloat16, contiguous; in a multiple of 8; bias `[out]` of the same dtype.
 
-        `gated`: rows of weight are a gate's and what it lets through, in turn; y is silu(gate) * up, `[1, out / 2]`.
+        `gated`: rows of weight are a gate's and what it lets through, in turn, and there is no bias; y is then
+        silu(gate) * up, `[1, out / 2]`.
         """
-        check_weight(weight, bias, 8)
+        check_weight(weight, bias, 8, gated)
         self._weight, self._bias, self._columns = weight, bias, len(weight) // (1 + gated)
         self._kernel = kernel(_variant(weight.dtype, gated), "4P2i", 32 * _WARPS, weight.device.index)
 
@@ -108,7 +114,7 @@ class FewRowsLinear:
         `slices`: blocks that share the columns of a row; 0: as few as possible. KernelError if it needs more of them,
         and on other GPUs. `gated`: see `OneRowLinear`; out is a multiple of 8 then.
         """
-        check_weight(weight, bias, _STEP)
+        check_weight(weight, bias, _STEP, gated)
         self._weight, self._bias, self._columns = weight, bias, len(weight) // (1 + gated)
         device, most_shared = weight.device.index, shared_bytes(weight.device.index) - 1024
         if torch.cuda.get_device_capability(device) != (9, 0):

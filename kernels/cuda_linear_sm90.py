@@ -18,7 +18,6 @@ _THREADS = _ROW_GROUPS * 128 + 32
 _MOST_STAGES = 24
 _OVERRUN = 64 * 128  # bytes that a warpgroup may read behind the last stage
 _COLUMNS = 64  # of a stage
-_MOST_SHARED = 227 << 10  # bytes of a block
 
 
 def _variant(dtype: torch.dtype, tokens: int, gated: bool) -> Variant:
@@ -70,14 +69,14 @@ class HopperLinear:
         `slices`: the most that `parts` returns. KernelError for other weights, and on other GPUs. `gated`: see
         `OneRowLinear`; there are no parts then.
         """
-        check_weight(weight, bias, 8)
+        check_weight(weight, bias, 8, gated)
         device = weight.device.index
         if torch.cuda.get_device_capability(device) != (9, 0):
             raise KernelError("a dense kernel for Hopper only")
         if weight.shape[0] % 8:
             raise KernelError(f"weight: {tuple(weight.shape)}: rows must be a multiple of 8")
         self._weight, self._bias, self._columns = weight, bias, len(weight) // (1 + gated)
-        room = min(_MOST_SHARED, shared_bytes(device)) - 512  # barriers
+        room = shared_bytes(device) - 512  # barriers
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         build_for((_variant(weight.dtype, tokens, gated) for tokens in _TOKENS), device)
         self._kernels = {
@@ -85,7 +84,7 @@ class HopperLinear:
             for tokens in _TOKENS
         }
         self._ways: dict[tuple[int, bool], _Way] = {}
-        for is_parts in (False, True):
+        for is_parts in (False,) if gated else (False, True):
             chosen = plan(weight.shape[0], -(-weight.shape[1] // _COLUMNS), blocks, slices if is_parts else 1)
             boxes = tensor_map(weight, chosen.tile_rows, _COLUMNS)
             used = min(chosen.tiles, blocks // chosen.slices) * chosen.slices

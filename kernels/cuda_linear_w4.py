@@ -129,7 +129,7 @@ class W4Linear:
             bias.dtype != weight.dtype or bias.shape != (weight.out_features,) or not bias.is_contiguous()
         ):
             raise KernelError(f"bias: {bias.dtype} {tuple(bias.shape)}; wanted {weight.dtype} [{weight.out_features}]")
-        self.weight, self.bias, self.gated = weight, bias, gated
+        self.weight, self.bias, self._gated = weight, bias, gated
         device, base = weight.codes.device, weight.macros
         self._gpu, self._record = gpu(device.index), weight.records.shape[-1]
         self._is_small = weight.in_features * weight.out_features <= SMALL
@@ -163,7 +163,7 @@ class W4Linear:
 
     @property
     def _columns(self) -> int:
-        return self.weight.out_features // (1 + self.gated)
+        return self.weight.out_features // (1 + self._gated)
 
     def _checked(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -210,7 +210,7 @@ class W4Linear:
             outs,
             weight.units,
             -(-outs // 32),
-            self.gated,
+            self._gated,
         )
         return out
 
@@ -241,11 +241,11 @@ class W4Linear:
             weight.row_tiles // 2,
             row_blocks,
             token_blocks,
-            self.gated,
+            self._gated,
         )
         return out[:, : self._columns]
 
     def dense(self, x: Tensor) -> Tensor:
         """Dequantise, then a dense product."""
         y = F.linear(x, dequantize(self.weight), self.bias)
-        return silu_mul(y, in_pairs=True) if self.gated else y
+        return silu_mul(y, in_pairs=True) if self._gated else y

@@ -37,6 +37,7 @@ class Layer:
     attn_out_norm: Tensor | None
     mlp_norm: Tensor
     gate_up: Linear
+    is_gated: bool  # gate_up gives silu(gate) * up, not both
     down: Linear
     mlp_out_norm: Tensor | None
     window: int
@@ -60,24 +61,21 @@ class _Reader:
         self._tell(name)
         return made
 
-    def gate_up(self, gate: str, up: str) -> Linear:
-        if self._config.activation != "silu":
-            return self.linear(gate, up)
-        made = self._make.gated(self._weights, (gate, up))
-        self._tell_of_linear(gate, up)
-        return made
-
     def linear(self, *names: str) -> Linear:
         made = self._make(self._weights, names)
-        self._tell_of_linear(*names)
+        self._tell(*names, *(bias for bias in (f"{name}.bias" for name in names) if bias in self._weights.shapes))
         return made
 
-    def _tell_of_linear(self, *names: str) -> None:
-        self._tell(*names, *(bias for bias in (f"{name}.bias" for name in names) if bias in self._weights.shapes))
+    def gated(self, gate: str, up: str) -> Linear | None:
+        made = self._make.gated(self._weights, (gate, up)) if self._config.activation == "silu" else None
+        if made is not None:
+            self._tell(gate, up)
+        return made
 
     def layer(self, number: int, rope: RopeConfig) -> Layer:
         at, config = f"layers.{number}.", self._config
         norm, linear = self.norm, self.linear
+        gated = self.gated(at + "gate", at + "up")
         return Layer(
             attn_norm=norm(at + "attn_norm"),
             qkv=linear(at + "q", at + "k", at + "v"),
@@ -86,7 +84,8 @@ class _Reader:
             o=linear(at + "o"),
             attn_out_norm=norm(at + "attn_out_norm") if config.output_norms else None,
             mlp_norm=norm(at + "mlp_norm"),
-            gate_up=self.gate_up(at + "gate", at + "up"),
+            gate_up=gated or linear(at + "gate", at + "up"),
+            is_gated=gated is not None,
             down=linear(at + "down"),
             mlp_out_norm=norm(at + "mlp_out_norm") if config.output_norms else None,
             window=config.windows[number],
@@ -158,7 +157,8 @@ class Decoder:
         eps = self.config.rms_norm_eps
         x = layer.o(self._attend(layer, rms_norm(hidden, layer.attn_norm, eps), kv, *table, batch))
         hidden += x if layer.attn_out_norm is None else rms_norm(x, layer.attn_out_norm, eps)
-        x = layer.down(self._gate(layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))))
+        x = layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))
+        x = layer.down(x if layer.is_gated else self._gate(x))
         hidden += x if layer.mlp_out_norm is None else rms_norm(x, layer.mlp_out_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -62,16 +62,17 @@ class LinearMaker:
             part.dequantize(rows)
         return self._from_dense(dense, bias, few)
 
-    def gated(self, weights: Weights, names: Sequence[str]) -> Linear:
-        """A layer of a gate and what it lets through: silu(gate) * up on a GPU, if it can; else the rows of both."""
+    def gated(self, weights: Weights, names: Sequence[str]) -> Linear | None:
+        """A layer that gives silu(gate) * up. None if there is none: on a CPU, and for some weights."""
         rows, columns = weights.shapes[names[0]]
         if not self._is_cuda or self.dtype.itemsize > 2 or rows % 8 or columns % 8 or _biases(weights, names):
-            return self(weights, names)
+            return None
         if not self._keeps_4bit([_form(weights, name) for name in names]):
             from kernels.cuda_dense_linear import CudaGatedLinear
 
             return CudaGatedLinear(self._read(weights, names))
-        return self._cuda_int4([weights.four_bit(name, self.device).packed for name in names], None, gated=True)
+        parts = [weights.four_bit(name, self.device).packed for name in names]
+        return self._cuda_int4(parts, None, gated=True) if _are_alike(parts) else None
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         """A weight as a tensor in the compute dtype."""
@@ -145,7 +146,7 @@ class LinearMaker:
         from kernels.w4_packed import pack
 
         first = parts[0]
-        if any(part.group_size != first.group_size or not _equal(part.order, first.order) for part in parts):
+        if not _are_alike(parts):
             biases = [None] * len(parts) if bias is None else torch.split(bias, [part.shape[0] for part in parts])
             return JoinedLinear([self._cuda_int4([part], own) for part, own in zip(parts, biases, strict=True)])
         join = _alternate if gated else torch.cat
@@ -182,6 +183,12 @@ def _int4(parts: Sequence[Weight4], bias: Tensor | None) -> Linear:
     )
     minima = [part.minima for part in parts if part.minima is not None]
     return Int4Linear(joined, torch.cat(minima) if minima else None, bias)
+
+
+def _are_alike(parts: Sequence[W4Weight]) -> bool:
+    """Whether they can be one weight."""
+    first = parts[0]
+    return all(part.group_size == first.group_size and _equal(part.order, first.order) for part in parts)
 
 
 def _alternate(parts: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,8 @@ struct __align__(16) Float4 { float x, y, z, w; };
 #define FULL_WARP 0xffffffffu
 
 // For kernels that are launched early (launcher.py): they start while the one before them ends, and the next one does the
-// same with them. Before wait_for_previous() they may read constants such as weights, and write nothing.
+// same with them. Before wait_for_previous() they may read what has been there since the step began, such as weights, and
+// write nothing.
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -116,7 +117,8 @@ DEVICE void load_stream2(const void* p, u32& a, u32& b) {
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "l"(p));
 }
 
-// Of constants that are read after wait_for_previous(): they come from memory meanwhile.
+// Of what is read after wait_for_previous(): it comes from memory meanwhile. Others may still be writing it: the L2 cache
+// is where all of them meet.
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 
 DEVICE u32 load_stream1(const void* p) {

@@ -4,7 +4,7 @@
 struct Params {
     const int* lengths;      // [batch]
     const int* query_start;  // [batch + 1]
-    int* plan;               // header, grid entries, then [batch + 1] tiles of one head before each request
+    int* plan;               // header, grid entries, then [batch + 1] places of one head before each request
     int batch, heads, grid, multiprocessors, window;
 };
 

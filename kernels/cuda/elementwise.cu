@@ -6,7 +6,13 @@
 // pairs); IS_BF16; VECTORS, pieces of 16 bytes per thread (norms only).
 #include "gated.cuh"
 
-constexpr int THREADS = OP == 4 ? 512 : 128;  // few rows come in parts: no thread is to wait for them twice
+#if OP == 4  // few rows come in parts: no thread is to wait for them twice, and registers count, not blocks
+constexpr int THREADS = 512;
+#define BOUNDS __launch_bounds__(THREADS, 1)
+#else
+constexpr int THREADS = 128;
+#define BOUNDS __launch_bounds__(THREADS)
+#endif
 
 struct Params {
     const u16* x;       // rows of the input; of the table for the gather; float32 [slices, rows, width] of OP 4
@@ -59,7 +65,7 @@ DEVICE void add_slices(float (&f)[8], const Params& p, i64 row, int at, int piec
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
+extern "C" __global__ void BOUNDS elementwise(Params p) {
     let_next_start();
     const i64 row = blockIdx.x;
     const Words4 *weight = (const Words4*)p.other, *x = (const Words4*)(p.x + row * p.x_stride);
@@ -120,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
     }
 }
 #else
-extern "C" __global__ void __launch_bounds__(THREADS) elementwise(Params p) {
+extern "C" __global__ void BOUNDS elementwise(Params p) {
     let_next_start();
     wait_for_previous();
     const i64 row = blockIdx.x;

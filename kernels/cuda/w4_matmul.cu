@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) w4_matmul(const __
     // Shared memory: each warp's ring, which at the end takes its sums of its last pair; those of its first; x.
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     const u32 x = base + warps * (STAGES * SLOT + HEAD);
-#if __CUDA_ARCH__ < 900
+#if __CUDA_ARCH__ < 900  // the oldest copies, so that waiting for them waits for no others
     start_x(p, x, pitch, slice0, slice, token0, tokens);
 #endif
     const int begin = (u32)(all * warp) / warps, end = (u32)(all * (warp + 1)) / warps, whole = (u32)begin / slice;
