@@ -122,9 +122,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) sampling(Params p) 
         s.temperature = temperature;
         s.uniform = p.uniform ? __ldcg(p.uniform + at)
                               : draw_uniform(__ldcg(p.seed + at), __ldcg(p.choice + at), __ldcg(p.position + at));
-        if (p.drawn && blockIdx.x == 0) p.drawn[at] = s.uniform;
     }
     wait_for_previous();
+    if (p.drawn && p.temperature && blockIdx.x == 0 && threadIdx.x == 0) p.drawn[at] = s.uniform;
     const u64 peak = load_summaries(s, p.summary + (i64)at * p.parts, p.parts);
     if (!is_finite(peak) || temperature < 1e-5f) {
         if (threadIdx.x == 0) p.out[at] = is_finite(peak) ? id_of_rank(peak) : -1;

@@ -165,17 +165,3 @@ def test_no_home_directory_is_memory_only(monkeypatch: pytest.MonkeyPatch) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compiler.user_cache.__wrapped__()._directory is None
-
-
-def test_who_lets_the_next_kernel_start_waits_for_the_one_before() -> None:
-    """Else what an earlier kernel wrote might not be there yet, for this one or for those after it."""
-    early = []
-    for path in sorted(compiler.SOURCES.glob("*.cu")):
-        text = path.read_text("utf-8")
-        entries = text.count('extern "C" __global__')
-        waits = text.count("wait_for_previous();")
-        assert waits == entries or (waits == 0 and "let_next_start();" not in text), path.name
-        early += [path.name] * Variant(path.name).is_early
-    others = ["few_rows.cu", "one_row.cu", "sampling.cu", "scan_logits.cu", "top_logprobs.cu"]
-    others += ["w4_matmul.cu", "w4_matmul_sm90.cu", "write_kv.cu"]
-    assert early == ["decode_attention.cu", "dense_sm90.cu", "elementwise.cu", *others]

@@ -7,6 +7,7 @@ import torch
 
 from kernels import cuda_attention
 from kernels.cuda_attention import DecodeAttention, PrefillAttention
+from kernels.cuda_elementwise import embedding
 from tools.kv_cases import Case, compare, make_case, reference
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +55,16 @@ def run_decode(case: Case, attention: DecodeAttention | None = None) -> torch.Te
     attention(case.layout, case.pool, case.query, out)
     assert (whole[[0, -1]] == 7).all()
     assert (attention._parts == -1).all()  # as the next call needs it
+    assert torch.equal(after_an_early_start(case, attention), out)
+    return out
+
+
+def after_an_early_start(case: Case, attention: DecodeAttention) -> torch.Tensor:
+    """The same once more, which starts while the queries are being written: the first call after a plan does not."""
+    table = case.query.flatten(1).contiguous()
+    query, out = torch.full_like(table, torch.nan), torch.full_like(case.query, torch.nan)
+    embedding(torch.arange(len(table), device="cuda"), table, query)
+    attention(case.layout, case.pool, query.view_as(case.query), out)
     return out
 
 

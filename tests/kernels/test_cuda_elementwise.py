@@ -1,6 +1,5 @@
 """The small CUDA ops against float64, into poisoned outputs; without a GPU, that they compile and refuse bad input."""
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 
 from kernels import cuda_elementwise as ops
 from kernels import cuda_sampling
-from kernels.compiler import KernelError, build, compile_variant, load_nvrtc
+from kernels.compiler import KernelError, build, load_nvrtc
 
 DTYPES = (torch.float16, torch.bfloat16)
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # half a unit in the last place, relative
@@ -28,18 +27,6 @@ def test_every_small_kernel_compiles_without_a_spill() -> None:
     for job, binary in zip(jobs, build(jobs), strict=True):
         assert binary.spill_bytes == 0, (job, binary.log)
         assert 0 < binary.registers <= 128, (job, binary.log)
-
-
-def test_before_the_wait_nothing_is_read_or_written() -> None:
-    """Weights are prefetched at most."""
-    try:
-        load_nvrtc()
-    except KernelError as error:
-        pytest.skip(str(error))
-    for op in (*ops._NORMS, ops._SILU_MUL, ops._SILU_MUL_PAIRS, ops._GATHER):
-        code = compile_variant(ops._variant(op, torch.bfloat16, 2), "compute_90").image.decode()
-        ahead, wait, _ = code.partition("griddepcontrol.wait;")
-        assert wait and not re.findall(r"(?:ld|st|atom|red)\.global", ahead), op
 
 
 def test_what_is_not_on_a_gpu_or_not_aligned_is_refused() -> None:
@@ -77,7 +64,7 @@ def close(out: torch.Tensor, wanted: torch.Tensor, rounding: float, least: float
 @pytest.mark.gpu
 @NEEDS_GPU
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [8, 576, 2048, 3584, 16384])
+@pytest.mark.parametrize("width", [8, 576, 2048, 3584, 4096, 8192, 16384])
 def test_a_norm_of_what_comes_in_parts(dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(width)
     for slices, rows in ((1, 3), (2, 1), (5, 130), (8, 32)):
