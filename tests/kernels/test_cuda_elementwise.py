@@ -1,5 +1,6 @@
 """The small CUDA ops against float64, into poisoned outputs; without a GPU, that they compile and refuse bad input."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 from kernels import cuda_elementwise as ops
 from kernels import cuda_sampling
-from kernels.compiler import KernelError, build, load_nvrtc
+from kernels.compiler import KernelError, build, load_nvrtc, read_source
 
 DTYPES = (torch.float16, torch.bfloat16)
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # half a unit in the last place, relative
@@ -27,6 +28,12 @@ def test_every_small_kernel_compiles_without_a_spill() -> None:
     for job, binary in zip(jobs, build(jobs), strict=True):
         assert binary.spill_bytes == 0, (job, binary.log)
         assert 0 < binary.registers <= 128, (job, binary.log)
+
+
+def test_the_scratch_of_sampling_is_as_large_as_the_source_says() -> None:
+    source = read_source("sampling.cu")
+    parts, candidates = (int(re.findall(rf" {name} = (\d+);", source)[0]) for name in ("MOST_PARTS", "CANDIDATES"))
+    assert "SLOT = MOST_PARTS + CANDIDATES + 1;" in source and parts + candidates + 1 == cuda_sampling._SLOT
 
 
 def test_what_is_not_on_a_gpu_or_not_aligned_is_refused() -> None:
