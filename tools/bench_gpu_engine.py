@@ -39,7 +39,10 @@ from tools.streams import Stream, fresh_status, run_stream
 
 BLOCK = 16
 PROBE_EVERY = 0.3  # seconds
-COUNTERS = ("requests_swapped", "requests_resumed", "requests_recomputed", "requests_failed", "kv_cpu_offload_bytes")
+COUNTERS = (
+    "steps", "requests_swapped", "requests_resumed", "requests_recomputed", "requests_failed", "kv_cpu_offload_bytes",
+    "kv_cpu_reload_blocks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,9 @@ def measure(case: Case, base: EngineConfig, seconds: float) -> Figures:
         before = (await fresh_status(client)).counters
         figures = await case.run(client)
         after = (await fresh_status(client)).counters
-        counts = {name: after.get(f"{name}_total", 0) - before.get(f"{name}_total", 0) for name in COUNTERS}
-        return figures | {name: int(count) for name, count in counts.items()} | {"start s": begun}
+        counts = {name: after[f"{name}_total"] - before[f"{name}_total"] for name in (*COUNTERS, "step_seconds")}
+        step = {"ms/step": counts.pop("step_seconds") * 1e3 / max(1, counts["steps"])}
+        return figures | {name: int(count) for name, count in counts.items()} | step | {"start s": begun}
 
     with tempfile.TemporaryDirectory(prefix="pt-") as directory:
         started = time.monotonic()
@@ -223,6 +227,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-cpu-offload-mb", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=120.0, help="a case takes at most, beside its start")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--record", type=Path, metavar="DIR", help="`pagetide serve --record` of each case")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     names = list(cases(Sizes()))
@@ -255,6 +260,9 @@ def run(options: argparse.Namespace) -> int:
     )
     figures: dict[str, Figures] = {}
     for name in options.cases:
+        if options.record:
+            options.record.mkdir(parents=True, exist_ok=True)
+            base = msgspec.structs.replace(base, record=str(options.record / f"{name}.record"))
         figures[name] = measure(cases(Sizes())[name], base, options.seconds)
         print(f"{name:16}" + ", ".join(f"{key} {shown(value)}" for key, value in figures[name].items()), flush=True)
         if options.output:  # after each, as the next may not end
