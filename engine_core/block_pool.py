@@ -88,7 +88,8 @@ class BlockPool:
 
     def places_for(self, blocks: Iterable[Block]) -> int:
         """How many available places `hold` would use up."""
-        return sum(block.device == NOWHERE or block in self._droppable for block in blocks)
+        droppable = self._droppable
+        return sum([block.device == NOWHERE or block in droppable for block in blocks])  # a list: it is asked often
 
     def hold(self, blocks: Sequence[Block]) -> None:
         """Add a holder to each block. Those that are in the host pool only begin to arrive."""

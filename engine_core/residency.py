@@ -66,8 +66,11 @@ class Residency:
         """The blocks with the first tokens of a request that is out: its own if it was swapped, else cached ones."""
         if request.state is not State.SWAPPED:
             return self.index.prefix_of(request)
-        lost = next((number for number, block in enumerate(request.table) if block.is_lost), len(request.table))
-        return request.table[:lost]
+        table = request.table
+        for number, block in enumerate(table):  # is_lost without the call: all paused requests ask at each step
+            if block.is_broken or (block.host == NOWHERE and block.device == NOWHERE):
+                return table[:number]
+        return table[:]
 
     def bring_in(self, request: Request, found: list[Block]) -> None:
         """Give a request its blocks, `found` among them; it runs as soon as those from the host pool have arrived."""
