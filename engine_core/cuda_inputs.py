@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_core.plan import UNKNOWN, Row, StepPlan
+from protocol.messages import SamplingParams
 
 _RING = 3  # uploads in flight at most; a buffer is written again only when its upload has passed
 _ALIGNMENT = 16
@@ -69,6 +70,7 @@ class StepInputs:
         is_cuda = device.type == "cuda"
         self._pinned = [torch.zeros(end, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(_RING)]
         self._views = [{name: view.numpy() for name, view in views(buffer).items()} for buffer in self._pinned]
+        self._params: list[list[SamplingParams]] = [[] for _ in range(_RING)]  # that each has, by row
         self._passed = [torch.cuda.Event() for _ in range(_RING * is_cuda)]  # type: ignore[no-untyped-call]
         self._turn = 0
         self._mirror = np.zeros((2 * max_rows, max_blocks), dtype=np.int32)  # block tables of requests seen lately
@@ -184,6 +186,8 @@ class StepInputs:
     def _fill_sampling(self, host: dict[str, NDArray[Any]], rows: Sequence[Row]) -> None:
         count = len(rows)
         params = [row.sampling for row in rows]
-        for name in ("temperature", "top_p", "min_p", "top_k", "seed", "choice"):
-            host[name][:count] = [getattr(one, name) for one in params]
+        if params != self._params[self._turn]:  # mostly the very same
+            self._params[self._turn] = params
+            for name in ("temperature", "top_p", "min_p", "top_k", "seed", "choice"):
+                host[name][:count] = [getattr(one, name) for one in params]
         host["position"][:count] = [row.position for row in rows]

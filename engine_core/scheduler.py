@@ -142,8 +142,8 @@ class Scheduler:
         refused: int | None = None  # the priority of one that asked for room in vain: nobody makes room behind its back
         paused = [request for request in self.paused if request.state is not State.SWAPPING_OUT]
         newcomers = self.waiting[: self.capacity.max_running]
-        for request in sorted([*paused, *newcomers], key=self._turn):
-            priority, rank, *_ = self._turn(request)
+        turns = sorted((resume_key(request, self.policy, self.now), request) for request in (*paused, *newcomers))
+        for (priority, rank, *_), request in turns:
             is_behind = priority == refused and rank < NEWCOMER
             if (is_behind or rank == RESTING) and self.running and not self._has_place(promised + 1):
                 continue
@@ -226,9 +226,6 @@ class Scheduler:
         is_full = len(self.running) >= self.capacity.max_running
         overdue = (other for other in self.paused if is_overdue(other, self.policy, self.now))
         return not is_full and all(other.priority > request.priority for other in overdue)
-
-    def _turn(self, request: Request) -> tuple[int, int, float, int]:
-        return resume_key(request, self.policy, self.now)
 
     def _count_newcomer(self, request: Request) -> None:
         request.cached_tokens = request.computed

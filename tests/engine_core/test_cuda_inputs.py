@@ -1,5 +1,6 @@
 """What the CUDA kernels are told of a step's rows; no GPU is needed to check it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from protocol.messages import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.5, top_k=7, seed=11, choice=1)
 
+HOT = SamplingParams(temperature=2.0, seed=11)
 ONE, MIXED = StepShape(1, 0, 1), StepShape(8, 8, 64)
 
 
@@ -57,6 +59,17 @@ def test_idle_rows_of_a_bucket_read_and_write_nothing() -> None:
     assert inputs.slots[:8].tolist()[2:] == [-1] * 6
     assert inputs.feed.tolist()[2:] == [-1] * 6
     assert inputs.tokens[:8].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_parameters_follow_their_rows() -> None:
+    """In each of the buffers, which keep what they were given before."""
+    inputs = make_inputs()
+    plain, hot = row(1, [0], 16, [1, 2]), replace(row(2, [0], 16, [3, 4]), sampling=HOT)
+    for rows in ([plain, hot], [hot, plain], [hot], [plain], [plain, hot]):
+        for number in range(4):
+            inputs.upload(StepPlan(number, rows, []), {}, StepShape(8, 0, 8))
+            assert inputs.temperature[: len(rows)].tolist() == [one.sampling.temperature for one in rows]
+            assert inputs.seed[: len(rows)].tolist() == [11] * len(rows)
 
 
 def test_block_tables_follow_growth_and_swaps() -> None:
