@@ -48,10 +48,13 @@ class Block:
     tag: int = 0  # of its image in the host pool
     is_broken: bool = False  # a copy in has failed: what is at its place is not its KV
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether its KV is in neither pool."""
-        return self.is_broken or (self.device == NOWHERE and self.host == NOWHERE)
+
+def surviving(table: list[Block]) -> list[Block]:
+    """The first blocks of a table, up to one whose KV is in neither pool. All paused requests ask at each step."""
+    for number, block in enumerate(table):
+        if block.is_broken or (block.device == NOWHERE and block.host == NOWHERE):
+            return table[:number]
+    return table[:]
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine_core.block_pool import BlockPool
 from engine_core.plan import Landed
 from engine_core.prefix_index import PrefixIndex
-from engine_core.request import NOWHERE, Block, Motion, Request, State
+from engine_core.request import NOWHERE, Block, Motion, Request, State, surviving
 from engine_core.swap import Rates, SwapPolicy
 
 
@@ -66,11 +66,7 @@ class Residency:
         """The blocks with the first tokens of a request that is out: its own if it was swapped, else cached ones."""
         if request.state is not State.SWAPPED:
             return self.index.prefix_of(request)
-        table = request.table
-        for number, block in enumerate(table):  # is_lost without the call: all paused requests ask at each step
-            if block.is_broken or (block.host == NOWHERE and block.device == NOWHERE):
-                return table[:number]
-        return table[:]
+        return surviving(request.table)
 
     def bring_in(self, request: Request, found: list[Block]) -> None:
         """Give a request its blocks, `found` among them; it runs as soon as those from the host pool have arrived."""

@@ -260,10 +260,11 @@ def run(options: argparse.Namespace) -> int:
     )
     figures: dict[str, Figures] = {}
     for name in options.cases:
+        case = cases(Sizes())[name]
         if options.record:
             options.record.mkdir(parents=True, exist_ok=True)
-            base = msgspec.structs.replace(base, record=str(options.record / f"{name}.record"))
-        figures[name] = measure(cases(Sizes())[name], base, options.seconds)
+            case.options["record"] = str(options.record / f"{name}.record")
+        figures[name] = measure(case, base, options.seconds)
         print(f"{name:16}" + ", ".join(f"{key} {shown(value)}" for key, value in figures[name].items()), flush=True)
         if options.output:  # after each, as the next may not end
             config = msgspec.structs.asdict(msgspec.structs.replace(base, model=options.model.name))

@@ -7,7 +7,7 @@ import pytest
 from engine_core.block_pool import BlockPool
 from engine_core.plan import Copy
 from engine_core.prefix_index import PrefixIndex
-from engine_core.request import NOWHERE, Block, Motion
+from engine_core.request import NOWHERE, Block, Motion, surviving
 
 
 def make_pool(num_blocks: int, host_blocks: int = 0) -> tuple[BlockPool, PrefixIndex]:
@@ -53,7 +53,8 @@ def test_a_chain_is_evicted_from_its_end() -> None:
     pool.release(chain)
     assert [block.device for block in pool.allocate(2)] == [places[2], places[1]]
     assert [bool(block.digest) for block in chain] == [True, False, False]
-    assert [block.is_lost for block in chain] == [False, True, True]
+    assert [surviving([block]) for block in chain] == [chain[:1], [], []]
+    assert surviving(chain) == chain[:1]
     assert pool.evictions == 2
 
 
@@ -156,11 +157,11 @@ def test_a_failed_copy_out_leaves_the_block_where_it_was() -> None:
     pool.save(table)
     pool.release(table)
     land_all(pool, ok=False)
-    assert not table[0].is_lost
+    assert surviving(table) == table
     assert (pool.available, pool.host_used) == (1, 0)
     pool.check([], [table])
     pool.allocate(1)
-    assert table[0].is_lost
+    assert surviving(table) == []
 
 
 def test_a_failed_copy_in_breaks_the_block_and_nobody_finds_it() -> None:
@@ -173,7 +174,7 @@ def test_a_failed_copy_in_breaks_the_block_and_nobody_finds_it() -> None:
     pool.release(pool.allocate(1))
     pool.hold(table)
     land_all(pool, ok=False)
-    assert table[0].is_lost
+    assert surviving(table) == []
     assert len(index) == 0
     pool.check([table], [])
     pool.release(table)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine_core.model.quantized import LinearMaker
-from kernels import cuda_dense_linear, cuda_linear_w4, w4_packed
+from kernels import cuda_linear_w4, w4_packed
 from kernels.w4_format import W4Weight
 
 GROUP, ROWS, COLUMNS = 32, 8, 64
@@ -44,7 +44,6 @@ class Checkpoint:
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(w4_packed, "pack", lambda weight, dtype: weight)
     monkeypatch.setattr(cuda_linear_w4, "W4Linear", lambda weight, bias, gated: (weight, bias, gated))
-    monkeypatch.setattr(cuda_dense_linear, "CudaGatedLinear", lambda weight: weight)
 
 
 def gated(checkpoint: Checkpoint, dtype: torch.dtype = torch.float16, device: str = "cuda") -> Any:
