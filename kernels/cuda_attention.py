@@ -137,9 +137,10 @@ class DecodeAttention:
         self.max_requests, self.max_queries = max_requests, max_queries
         index = _index(device)
         unit = variant("decode_attention.cu", k_format, v_format, head_dim, dtype, row_tiles)
-        self._kernel = kernel(unit, "8P7q6i2f", 128 if head_dim * row_tiles > 128 else 256, index)
+        self._warps = 4 if head_dim * row_tiles > 128 else 8
+        self._kernel = kernel(unit, "8P7q6i2f", 32 * self._warps, index)
         self._kernel.leave_the_rest_to_l1()
-        self._planner = kernel(Variant("decode_plan.cu"), "3P5i", 1024, index)
+        self._planner = kernel(Variant("decode_plan.cu"), "3P6i", 1024, index)
         self._multiprocessors = _multiprocessors(index)
         self._grid = self._multiprocessors * self._kernel.blocks_per_multiprocessor()
         words = 2 * self._grid * row_tiles * head_dim * 16  # 2 KiB a row tile and 16 elements
@@ -170,6 +171,7 @@ class DecodeAttention:
             heads,
             self._blocks,
             self._multiprocessors,
+            self._warps,
             self._window,
         )
         self._is_planned = True

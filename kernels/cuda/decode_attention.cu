@@ -270,33 +270,32 @@ DEVICE int slot_of(const Params& p, int head, int tile) {
     return (head * tiles + (tile & (tiles - 1))) * 16;
 }
 
-// One warp's tiles of a segment: first, first + WARPS, ... below last.
+// One warp's tiles of a segment: each `stride`-th below last.
 struct TileReader {
     const Params& p;
     const int* table;
-    int head, first, last, lane;
+    int head, tile, last, stride, lane;
     int ids, next_ids, index;
 
-    DEVICE int fetch_ids(int from) const {
-        int tile = first + (from + lane) * WARPS;
-        return tile < last ? __ldg(table + (tile >> p.block_tiles_log2)) : 0;
+    DEVICE int fetch_ids(int ahead) const {
+        int at = tile + (ahead + lane) * stride;
+        return at < last ? __ldg(table + (at >> p.block_tiles_log2)) : 0;
     }
     DEVICE void start() {
         index = 0;
         ids = fetch_ids(0);
         next_ids = fetch_ids(32);
     }
-    DEVICE bool more() const { return first + index * WARPS < last; }
-    DEVICE int tile() const { return first + index * WARPS; }
+    DEVICE bool more() const { return tile < last; }
     DEVICE void advance() {
-        index++;
+        index++, tile += stride;
         if ((index & 31) == 0) {
             ids = next_ids;
-            next_ids = fetch_ids(index + 32);
+            next_ids = fetch_ids(32);
         }
     }
     DEVICE const u8* block() const { return p.pool + __shfl_sync(FULL_WARP, ids, index & 31) * p.block_stride; }
-    DEVICE int slot() const { return slot_of(p, head, tile()); }
+    DEVICE int slot() const { return slot_of(p, head, tile); }
 };
 
 DEVICE void load_scales(Scales& sc, const Params& p, const u8* block, int slot, int n) {
@@ -319,7 +318,7 @@ DEVICE void attend(State& st, const Params& p, const u32 (&q)[ROW_TILES][STEPS][
     load_scales(sc, p, block, slot, n);
     if constexpr (OVERLAP) load_v(v, block + p.v_offset + slot * V_ROW, n, c);
     while (true) {
-        int tile = tiles.tile();
+        int tile = tiles.tile;
         bool whole = visible.whole(tile);
         float s[ROW_TILES][4];
         u32 packed[ROW_TILES][2];
@@ -345,14 +344,6 @@ DEVICE void attend(State& st, const Params& p, const u32 (&q)[ROW_TILES][STEPS][
 __shared__ Float4 shared_out[WARPS][ROW_TILES][STEPS][32];
 __shared__ Float4 shared_max_sum[WARPS][ROW_TILES][4];  // max, sum of row 2c; of row 2c + 1
 
-// One row tile of the whole block: thread (n, c) of a warp has rows 2c and 2c + 1, and of o the fragments
-// warp, warp + WARPS, ...
-struct Merged {
-    static constexpr int OWN = (STEPS + WARPS - 1) / WARPS;
-    float m[2], l[2];
-    Float4 o[OWN];
-};
-
 DEVICE void share(const State& st, int warp, int lane) {
     int n = lane >> 2, c = lane & 3;
 #pragma unroll
@@ -366,32 +357,42 @@ DEVICE void share(const State& st, int warp, int lane) {
     __syncthreads();
 }
 
-DEVICE Merged merge_warps(int nt, int warp, int lane) {
-    int c = lane & 3;
+// How the warps that share a pair become one, for rows 2c and 2c + 1 of a row tile: the maxima and sums of all, and the
+// factors of each one's output.
+struct Weights { float m[2], l[2], of[WARPS][2]; };
+
+// All of them are unrolled, and those that aren't there left out: registers have no index.
+DEVICE Weights weigh(int first, int warps, int nt, int c) {
+    Weights all = {{LOWEST, LOWEST}, {0, 0}};
     Float4 parts[WARPS];
-    Merged all = {{LOWEST, LOWEST}, {0, 0}};
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-        parts[w] = shared_max_sum[w][nt][c];
+        parts[w] = {LOWEST, 0, LOWEST, 0};
+        if (w < warps) parts[w] = shared_max_sum[first + w][nt][c];
         all.m[0] = fmaxf(all.m[0], parts[w].x), all.m[1] = fmaxf(all.m[1], parts[w].z);
     }
 #pragma unroll
-    for (int j = 0; j < Merged::OWN; j++) all.o[j] = {0, 0, 0, 0};
-#pragma unroll
     for (int w = 0; w < WARPS; w++) {
-        float a = exp2_approx(parts[w].x - all.m[0]), b = exp2_approx(parts[w].z - all.m[1]);
-        all.l[0] += parts[w].y * a, all.l[1] += parts[w].w * b;
-#pragma unroll
-        for (int j = 0; j < Merged::OWN; j++)
-            if (warp + WARPS * j < STEPS) {
-                Float4 o = shared_out[w][nt][warp + WARPS * j][lane];
-                all.o[j].x += o.x * a, all.o[j].y += o.y * b, all.o[j].z += o.z * a, all.o[j].w += o.w * b;
-            }
+        all.of[w][0] = exp2_approx(parts[w].x - all.m[0]), all.of[w][1] = exp2_approx(parts[w].z - all.m[1]);
+        all.l[0] += parts[w].y * all.of[w][0], all.l[1] += parts[w].w * all.of[w][1];
     }
     return all;
 }
 
-// One fragment (as in Merged) of a row tile's output.
+// Fragment i of a row tile.
+DEVICE Float4 merge_warps(const Weights& all, int first, int warps, int nt, int i, int lane) {
+    Float4 sum = {0, 0, 0, 0};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+        if (w < warps) {
+            Float4 o = shared_out[first + w][nt][i][lane];
+            float a = all.of[w][0], b = all.of[w][1];
+            sum.x += o.x * a, sum.y += o.y * b, sum.z += o.z * a, sum.w += o.w * b;
+        }
+    return sum;
+}
+
+// One fragment of a row tile's output, its rows 2c and 2c + 1.
 DEVICE void write_out(const Params& p, const Float4& o, const float (&l)[2], int i, int nt, int head, int first_row,
                       const PlanEntry& at, int n, int c) {
 #pragma unroll
@@ -523,13 +524,12 @@ DEVICE void clear(State& st) {
         }
 }
 
-// Asks L2 for the warps' first two tiles of a segment: all but the newest keys are there since earlier steps.
-DEVICE void prefetch_tiles(const Params& p, const PlanEntry& at, int first, int count) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+// Asks L2 for a warp's first two tiles of a segment: all but the newest keys are there since earlier steps.
+DEVICE void prefetch_tiles(const Params& p, const PlanEntry& at, int tile, int last, int stride) {
+    const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int own = warp + i * WARPS, tile = first + own;
-        if (own >= count) return;
+    for (int i = 0; i < 2; i++, tile += stride) {
+        if (tile >= last) return;
         const int* id = p.tables + (i64)at.request * p.table_stride + (tile >> p.block_tiles_log2);
         const u8* block = p.pool + __ldcg(id) * p.block_stride;
         const int slot = slot_of(p, at.head / p.row_blocks, tile);
@@ -538,7 +538,18 @@ DEVICE void prefetch_tiles(const Params& p, const PlanEntry& at, int first, int 
     }
 }
 
-__shared__ volatile int kept[12];  // while a segment is read, for want of registers
+// From the first of the pairs that a block takes side by side to one `ahead` of it, if there is. Before
+// wait_for_previous(), so not through L1: a request's numbers were uploaded before the step, not before this launch.
+DEVICE void go_to_pair(const Params& p, PlanEntry& at, int ahead, int heads) {
+    if (ahead >= at.parts) at.length = at.tokens = 0;
+    else if (ahead > 0) {
+        for (at.head += ahead; at.head >= heads; at.head -= heads) at.request++;
+        at.length = __ldcg(p.lengths + at.request), at.token0 = __ldcg(p.query_start + at.request);
+        at.tokens = __ldcg(p.query_start + at.request + 1) - at.token0;
+    }
+}
+
+__shared__ volatile int kept[WARPS][12];  // of each warp, while a segment is read, for want of registers
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
     decode_attention(const __grid_constant__ Params p) {
@@ -547,22 +558,31 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
     const PlanEntry* own = (const PlanEntry*)(p.plan + PLAN_HEADER) + blockIdx.x;  // there since the step began
     PlanEntry at = *own;
     int per_block = p.plan[0], total = p.plan[1], heads = p.kv_heads * p.row_blocks;
+    int sharing = WARPS;  // warps that share a (request, head) pair: a power of two
     int position = blockIdx.x * per_block, end = min(position + per_block, total);
     if (position < end) {
+        const bool side_by_side = p.plan[2];
+        if (side_by_side) {
+            const int halvings = 32 - __clz(at.parts - 1);
+            sharing = WARPS >> halvings;
+            go_to_pair(p, at, (warp << halvings) / WARPS, heads);
+        }
         const TileRange range = tile_range(at.length, at.tokens, p.window);
-        const int most = min(range.count - at.tile, end - position);
-        if (p.plan[2]) end = position + most;
-        if (at.length > 0) prefetch_tiles(p, at, range.first + at.tile, most);
+        if (side_by_side) end = position + range.count;
+        const int take = min(range.count - at.tile, end - position), first = range.first + at.tile;
+        if (at.length > 0) prefetch_tiles(p, at, first + (warp & sharing - 1), first + take, sharing);
     }
     wait_for_previous();
     while (position < end) {
         TileRange range = tile_range(at.length, at.tokens, p.window);
         int take = min(range.count - at.tile, end - position), first = range.first + at.tile;
         int head = at.head / p.row_blocks, first_row = at.head % p.row_blocks * ROWS, rows = at.tokens * p.group;
-        TileReader tiles = {p, p.tables + (i64)at.request * p.table_stride, head, first + warp, first + take, lane, 0, 0, 0};
-        kept[0] = position, kept[1] = end, kept[2] = per_block, kept[3] = total;
-        kept[4] = at.request, kept[5] = at.token0, kept[6] = at.head, kept[7] = take;
-        kept[8] = at.tile, kept[9] = range.count, kept[10] = at.tokens;
+        TileReader tiles = {p, p.tables + (i64)at.request * p.table_stride, head, first + (warp & sharing - 1),
+                            first + take, sharing, lane, 0, 0, 0};
+        volatile int* keep = kept[warp];
+        keep[0] = sharing, keep[1] = position, keep[2] = end, keep[3] = per_block, keep[4] = total;
+        keep[5] = at.request, keep[6] = at.token0, keep[7] = at.head, keep[8] = take;
+        keep[9] = at.tile, keep[10] = range.count, keep[11] = at.tokens;
         State st;
         clear(st);
         if (at.length > 0 && first_row < rows) {
@@ -574,22 +594,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
         }
         share(st, warp, lane);
 
-        position = kept[0], end = kept[1], per_block = kept[2], total = kept[3];
-        at.request = kept[4], at.token0 = kept[5], at.head = kept[6], take = kept[7];
-        at.tile = kept[8], range.count = kept[9], at.tokens = kept[10];
+        sharing = keep[0], position = keep[1], end = keep[2], per_block = keep[3], total = keep[4];
+        at.request = keep[5], at.token0 = keep[6], at.head = keep[7], take = keep[8];
+        at.tile = keep[9], range.count = keep[10], at.tokens = keep[11];
         head = at.head / p.row_blocks, first_row = at.head % p.row_blocks * ROWS;
         bool split = at.tile > 0 || take < range.count;
         Float4* part = p.parts + (2 * (i64)blockIdx.x + (at.tile + take < range.count)) * FRAGMENTS * 2;
+        const int member = warp & sharing - 1;
 #pragma unroll
         for (int nt = 0; nt < ROW_TILES; nt++) {
-            Merged all = merge_warps(nt, warp, lane);
-#pragma unroll
-            for (int j = 0; j < Merged::OWN; j++) {
-                int i = warp + WARPS * j;
-                if (i >= STEPS) continue;
+            const Weights all = weigh(warp - member, sharing, nt, c);
+            for (int i = member; i < STEPS; i += sharing) {
+                const Float4 o = merge_warps(all, warp - member, sharing, nt, i, lane);
                 Float4* to = part + (nt * STEPS + i) * 32 + lane;
-                if (split) leave(to, all.o[j]), leave(to + FRAGMENTS, {all.m[0], all.l[0], all.m[1], all.l[1]});
-                else write_out(p, all.o[j], all.l, i, nt, head, first_row, at, n, c);
+                if (split) leave(to, o), leave(to + FRAGMENTS, {all.m[0], all.l[0], all.m[1], all.l[1]});
+                else write_out(p, o, all.l, i, nt, head, first_row, at, n, c);
             }
         }
         __syncthreads();  // shared memory is free again

@@ -4,14 +4,22 @@
 struct Params {
     const int* lengths;      // [batch]
     const int* query_start;  // [batch + 1]
-    int* plan;               // header, grid entries, then [batch + 1] places of one head before each request
-    int batch, heads, grid, multiprocessors, window;
+    int* plan;               // header, grid entries, then [batch + 1] tiles of one head before each request
+    int batch, heads, grid, multiprocessors, warps, window;  // warps: of an attention block
 };
 
 constexpr int THREADS = 1024;
 constexpr int MULTIPLE = 8;  // tiles: the warps of an attention block take one each in turn
 // Where a block has no more, what a second one on its multiprocessor or a merge with others costs is more than it saves.
+// Nor may a pair have more that shares a block: of n side by side each has 1 / n of the warps, so at most 4 n rounds of
+// tiles. One after the other they are n segments, which take about as long.
 constexpr int MOST_ALONE = 4 * MULTIPLE;
+
+DEVICE void write_entry(const Params& p, int block, int request, int head, int tile, int first_block, int parts) {
+    const int token0 = p.query_start[request], tokens = p.query_start[request + 1] - token0;
+    ((PlanEntry*)(p.plan + PLAN_HEADER))[block] = {
+        request, head, tile, p.lengths[request], token0, tokens, first_block, parts};
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_constant__ Params p) {
     __shared__ int sums[THREADS / 32], carry, longest;
@@ -38,15 +46,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_c
         if (threadIdx.x == THREADS - 1) carry = ahead + tiles;
         __syncthreads();
     }
-    const bool whole = longest <= MOST_ALONE && p.batch * p.heads <= p.multiprocessors;
-    if (whole) {
-        for (int request = threadIdx.x; request <= p.batch; request += THREADS) before[request] = request * longest;
-        __syncthreads();
+    // Short pairs are not cut: a block takes several side by side, each by a share of its warps. The longest pair then
+    // decides how long that takes.
+    const int pairs = p.batch * p.heads, blocks = min(pairs, p.grid), most = (pairs - 1) / p.grid + 1;  // of a block
+    const int sharing = p.warps / most;
+    if (longest * p.warps <= MOST_ALONE * most * sharing) {
+        if (threadIdx.x == 0) p.plan[0] = 1, p.plan[1] = blocks, p.plan[2] = true;
+        for (int block = threadIdx.x; block < blocks; block += THREADS) {
+            const int pair = block * pairs / blocks, next = (block + 1) * pairs / blocks;
+            write_entry(p, block, pair / p.heads, pair % p.heads, 0, block, next - pair);
+        }
+        return;
     }
-    int total = (whole ? p.batch * longest : carry) * p.heads;
+    int total = carry * p.heads;
     int grid = total > p.multiprocessors * MOST_ALONE ? p.grid : min(p.grid, p.multiprocessors);
-    int per_block = whole ? longest : (total + grid * MULTIPLE - 1) / (grid * MULTIPLE) * MULTIPLE;
-    if (threadIdx.x == 0) p.plan[0] = per_block, p.plan[1] = total, p.plan[2] = whole;
+    int per_block = (total + grid * MULTIPLE - 1) / (grid * MULTIPLE) * MULTIPLE;
+    if (threadIdx.x == 0) p.plan[0] = per_block, p.plan[1] = total, p.plan[2] = false;
     for (int block = threadIdx.x; block < p.grid; block += THREADS) {
         int position = block * per_block;
         if (position >= total) break;
@@ -58,8 +73,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_c
         }
         int tiles = before[low + 1] - before[low], offset = position - before[low] * p.heads, tile = offset % tiles;
         int first_block = (position - tile) / per_block, last_block = (position - tile + tiles - 1) / per_block;
-        ((PlanEntry*)(p.plan + PLAN_HEADER))[block] = {
-            low, offset / tiles, tile, p.lengths[low], p.query_start[low],
-            p.query_start[low + 1] - p.query_start[low], first_block, last_block - first_block + 1};
+        write_entry(p, block, low, offset / tiles, tile, first_block, last_block - first_block + 1);
     }
 }

@@ -1,12 +1,15 @@
 // What the planner and the attention kernel agree on. The tiles of all (request, head) pairs stand in one line, which
-// is cut into equal pieces, one per block of the grid. Or each pair has a piece of its own, as long as the longest pair.
+// is cut into equal pieces, one per block of the grid. Or, where all are short, blocks take whole pairs side by side.
 #pragma once
 #include "common.cuh"
 
-#define PLAN_HEADER 4  // ints: tiles per block, tiles in all, is a pair a piece, unused; then one PlanEntry per block
+// Ints: tiles per block, tiles in all, 0, unused. Side by side: 1, blocks that have work, 1, unused. One PlanEntry per
+// block follows.
+#define PLAN_HEADER 4
 
 // Where a block begins: tile counts from the request's first. The request's own numbers save a block a dependent load.
-// The tiles of that request and head are shared by `parts` blocks from first_block on.
+// The tiles of that request and head are shared by `parts` blocks from first_block on. Side by side, `parts` pairs from
+// this one on share the block.
 struct __align__(16) PlanEntry { int request, head, tile, length, token0, tokens, first_block, parts; };
 
 struct TileRange { int first, count; };

@@ -120,6 +120,33 @@ def test_decode_of_several_queries(queries: int) -> None:
         check(run_decode(case), case)
 
 
+@pytest.mark.parametrize(("requests", "kv_heads"), [(128, 2), (128, 4), (300, 2), (300, 4)])
+def test_decode_of_many_short_requests(requests: int, kv_heads: int) -> None:
+    lengths = [(192, 1, 15, 230, 16, 17, 0, 63)[i % 8] for i in range(requests)]
+    for k in ("bf16", "int8", "e4m3"):
+        case = make_case(
+            k, k, lengths, dtype=torch.bfloat16, counts=[1] * requests, heads=7 * kv_heads, kv_heads=kv_heads
+        )
+        check(run_decode(case), case)
+
+
+@pytest.mark.parametrize("queries", [1, 3])  # 3: 21 rows of a KV head are two row blocks, and a block has four warps
+@pytest.mark.parametrize("pairs", [0.9, 1.3, 2, 2.7, 5.2, 8, 8.1])  # of a request and a row block, for each block
+def test_blocks_take_short_requests_side_by_side(pairs: float, queries: int) -> None:
+    warps, heads = (8, 2) if queries == 1 else (4, 4)
+    for k, longest in (("bf16", 20), ("e4m3", 32), ("bf16", 33)):  # tiles
+        small = make_case(k, k, (queries,), dtype=torch.bfloat16, counts=(queries,), heads=14)
+        grid = decoder(small)._grid
+        requests = int(pairs * grid / heads)
+        lengths = [16 * longest, *(i * 37 % (16 * longest - 3) + 3 for i in range(1, requests))]
+        counts = [queries - i % queries for i in range(requests)]
+        case = make_case(k, k, lengths, dtype=torch.bfloat16, counts=counts, heads=14)
+        attention = decoder(case)
+        check(run_decode(case, attention), case)
+        most = -(-requests * heads // grid)
+        assert attention._plan[2] == (longest * warps <= 32 * most * (warps // most))
+
+
 @pytest.mark.parametrize("window", [1, 16, 100])
 def test_window(window: int) -> None:
     for k in ("bf16", "int8"):
