@@ -94,7 +94,7 @@ class CudaForward:
             k_norm=layer.k_norm,
             norm_eps=self._eps,
         )
-        if decodes:  # those that are idle get zeros, and prefill rows then theirs in their place
+        if decodes:  # what is idle of them stays as it is, or is a prefill row's
             self._decode[kind, layer.window](layout, self.pool, query[:decodes], out[:decodes])
         if prefills:
             rows = slice(inputs.max_rows, inputs.max_rows + prefills)

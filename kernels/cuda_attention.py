@@ -154,7 +154,7 @@ class DecodeAttention:
 
         tables int32 `[batch, blocks]`; lengths int32 `[batch]` count a request's keys, those of its queries included:
         its i-th query of q sees the first length - q + i + 1. query_start int32 `[batch + 1]`: at most max_queries
-        tokens for each request. A request of length 0 gets zeros.
+        tokens for each request. One of length 0 is idle: nothing is written for it.
         """
         batch = check_batch(tables, lengths, query_start)
         if batch > self.max_requests:

@@ -545,7 +545,7 @@ DEVICE void go_to_pair(const Params& p, PlanEntry& at, int ahead, int heads) {
     else if (ahead > 0) {
         for (at.head += ahead; at.head >= heads; at.head -= heads) at.request++;
         at.length = __ldcg(p.lengths + at.request), at.token0 = __ldcg(p.query_start + at.request);
-        at.tokens = __ldcg(p.query_start + at.request + 1) - at.token0;
+        at.tokens = at.length ? __ldcg(p.query_start + at.request + 1) - at.token0 : 0;
     }
 }
 
@@ -615,8 +615,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, LEAST_RESIDENT)
         position += take;
         at.tile = 0;
         if (++at.head == heads && position < end) {
-            at.head = 0, at.request++;
-            at.length = p.lengths[at.request], at.token0 = p.query_start[at.request];
+            at.head = 0;
+            do at.length = p.lengths[++at.request];
+            while (!at.length);
+            at.token0 = p.query_start[at.request];
             at.tokens = p.query_start[at.request + 1] - at.token0;
         }
     }

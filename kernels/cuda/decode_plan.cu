@@ -16,23 +16,23 @@ constexpr int MULTIPLE = 8;  // tiles: the warps of an attention block take one 
 constexpr int MOST_ALONE = 4 * MULTIPLE;
 
 DEVICE void write_entry(const Params& p, int block, int request, int head, int tile, int first_block, int parts) {
-    const int token0 = p.query_start[request], tokens = p.query_start[request + 1] - token0;
-    ((PlanEntry*)(p.plan + PLAN_HEADER))[block] = {
-        request, head, tile, p.lengths[request], token0, tokens, first_block, parts};
+    const int length = p.lengths[request], token0 = p.query_start[request], end = p.query_start[request + 1];
+    const int tokens = length ? end - token0 : 0;
+    ((PlanEntry*)(p.plan + PLAN_HEADER))[block] = {request, head, tile, length, token0, tokens, first_block, parts};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_constant__ Params p) {
-    __shared__ int sums[THREADS / 32], carry, longest;
+    __shared__ int sums[THREADS / 32], carry, longest, busy;  // busy: requests up to the last that is not idle
     int* before = p.plan + PLAN_HEADER + p.grid * (int)(sizeof(PlanEntry) / 4);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) carry = 0, longest = 0, before[0] = 0;
+    if (threadIdx.x == 0) carry = longest = busy = before[0] = 0;
     __syncthreads();
     for (int base = 0; base < p.batch; base += THREADS) {
         int request = base + threadIdx.x, tiles = 0;
-        if (request < p.batch)
+        if (request < p.batch && p.lengths[request])
             tiles = tile_range(p.lengths[request], p.query_start[request + 1] - p.query_start[request], p.window).count;
-        const int most = __reduce_max_sync(FULL_WARP, tiles);
-        if (lane == 0) atomicMax(&longest, most);
+        const int most = __reduce_max_sync(FULL_WARP, tiles), last = __reduce_max_sync(FULL_WARP, tiles ? request + 1 : 0);
+        if (lane == 0) atomicMax(&longest, most), atomicMax(&busy, last);
         for (int step = 1; step < 32; step *= 2) {
             int other = __shfl_up_sync(FULL_WARP, tiles, step);
             if (lane >= step) tiles += other;
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_c
     }
     // Short pairs are not cut: a block takes several side by side, each by a share of its warps. The longest pair then
     // decides how long that takes.
-    const int pairs = p.batch * p.heads, blocks = min(pairs, p.grid), most = (pairs - 1) / p.grid + 1;  // of a block
+    const int pairs = busy * p.heads, blocks = min(pairs, p.grid), most = (pairs - 1) / p.grid + 1;  // of a block
     const int sharing = p.warps / most;
     if (longest * p.warps <= MOST_ALONE * most * sharing) {
         if (threadIdx.x == 0) p.plan[0] = 1, p.plan[1] = blocks, p.plan[2] = true;
