@@ -12,6 +12,7 @@ from kernels.cuda_linear import FEW_ROWS, FewRowsLinear, OneRowLinear
 from kernels.cuda_linear_sm90 import MOST_ROWS, HopperLinear
 
 _LEAST_TILE = 24  # rows of a weight that a block has: with fewer, too little is on the bus at once
+_MOST_WHOLE = 64  # rows for which a layer without a gate is no slower than cuBLAS if it isn't in parts
 
 
 class CudaDenseLinear:
@@ -35,7 +36,8 @@ class CudaDenseLinear:
             return self._one(x)
         if self._few and rows <= FEW_ROWS:
             return self._few(x)
-        if self._hopper and FEW_ROWS < rows <= MOST_ROWS and self._hopper.tile_rows >= _LEAST_TILE:
+        most = MOST_ROWS if self._gated else _MOST_WHOLE
+        if self._hopper and FEW_ROWS < rows <= most and self._hopper.tile_rows >= _LEAST_TILE:
             return self._hopper(x)
         y = F.linear(x, self._weight, self._bias)
         return silu_mul(y, in_pairs=True) if self._gated else y

@@ -1,4 +1,4 @@
-"""Dense linear layers of up to 64 rows on Hopper, where cuBLAS leaves bandwidth unused. Source: `dense_sm90.cu`."""
+"""Dense linear layers of up to 128 rows on Hopper, where cuBLAS leaves bandwidth unused. Source: `dense_sm90.cu`."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from kernels.compiler import KernelError, Variant
 from kernels.cuda_linear import check_weight, check_x
 from kernels.launcher import build_for, kernel, shared_bytes, tensor_map
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 """Rows that `HopperLinear` takes at most."""
-_TOKENS = 16, 32, 64  # that a kernel is made for
-_MOST_SLICES, _GOOD_ROWS = 4, 48
+_TOKENS = 16, 32, 64, 128  # that a kernel is made for
+_MOST_SLICES, _GOOD_ROWS = 4, 56
 _ROW_GROUPS = 3  # of 64 rows of a weight: a tile's most
 _THREADS = _ROW_GROUPS * 128 + 32
 _MOST_STAGES = 24
@@ -80,7 +80,7 @@ class HopperLinear:
         blocks = torch.cuda.get_device_properties(device).multi_processor_count
         build_for((_variant(weight.dtype, tokens, gated) for tokens in _TOKENS), device)
         self._kernels = {
-            tokens: kernel(_variant(weight.dtype, tokens, gated), "128s128s3P7i12x", _THREADS, device, room)
+            tokens: kernel(_variant(weight.dtype, tokens, gated), "128s128s3P8i8x", _THREADS, device, room)
             for tokens in _TOKENS
         }
         self._ways: dict[tuple[int, bool], _Way] = {}
@@ -112,10 +112,11 @@ class HopperLinear:
 
     def _run(self, x: Tensor, way: _Way, out: int, sums: int) -> None:
         rows, (outs, width), tokens = len(x), self._weight.shape, _tokens(x)
+        x_rows = -(-rows // 8) * 8
         self._kernels[tokens](
             (way.blocks, 1, 1),
             way.boxes,
-            tensor_map(x, tokens, _COLUMNS),
+            tensor_map(x, x_rows, _COLUMNS),
             0 if self._bias is None else self._bias.data_ptr(),
             out,
             sums,
@@ -126,6 +127,7 @@ class HopperLinear:
             way.plan.tiles,
             way.plan.tile_rows,
             way.stages,
+            x_rows,
             shared_bytes=way.shared,
             threads=-(-way.plan.tile_rows // 64) * 128 + 32,
         )

@@ -165,7 +165,7 @@ def measure(kind: str, bandwidth: float, warm: bool) -> Iterator[dict[str, Any]]
                 yield r
     elif kind == "dense":
         for layer in DENSE:
-            for rows in (1, 2, 4, 8, 16, 32, 64):
+            for rows in (1, 2, 4, 8, 16, 32, 64, 128):
                 for r in dense(layer, rows):
                     print(f"{layer:12} {rows:3} rows {r['way']:20} {r['us']:7.2f} us {r['TB/s']:5.2f} TB/s")
                     yield r

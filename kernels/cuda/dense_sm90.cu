@@ -5,21 +5,22 @@
 // stage, the first of W's before the kernel ahead has ended. A warpgroup adds up 64 rows of a tile, or what there is of
 // them. `slices` blocks may share a tile, each a slice of its columns, and leave it to the next kernel to add up their sums.
 //
-// Macros: IS_BF16; TOKENS (16 to 64); GATED (gated.cuh). For sm_90a only.
+// Macros: IS_BF16; TOKENS (16 to 128); GATED (gated.cuh). For sm_90a only.
 #include "gated.cuh"
 #include "hopper.cuh"
 
 struct Params {
     TensorMap w;      // [outs, width], boxes of tile_rows by 64
-    TensorMap x;      // [rows, width], boxes of TOKENS by 64
+    TensorMap x;      // [rows, width], boxes of x_rows by 64
     const u16* bias;  // [outs], or null
     u16* out;         // [rows, outs], outs even, half as wide if GATED; or null
     float* sums;      // [slices, rows, outs], if `out` is null
     int rows, outs, steps, slices, tiles, tile_rows, stages;  // steps: of 64 columns; tile_rows: a multiple of 8
+    int x_rows;       // `rows`, rounded up to a multiple of 8
 };
 
 constexpr int ROW_GROUPS = 3, ACC = TOKENS / 8;  // the first: at most
-constexpr int MOST_STAGES = 24, X = TOKENS * 128;  // bytes of a stage
+constexpr int MOST_STAGES = 24, X = TOKENS * 128;  // bytes of a stage; what x doesn't fill gives sums that nobody stores
 
 #define WGMMA(N, D, A, B, ADD, ...)                                                                                \
     asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                     \
@@ -30,7 +31,8 @@ constexpr int MOST_STAGES = 24, X = TOKENS * 128;  // bytes of a stage
 template <int N> DEVICE void multiply(float (&d)[N][4], u64 w, u64 x, bool add) {
     if constexpr (N == 2) WGMMA(16, R8, "%8", "%9", "%10", FOUR(0), FOUR(1));
     else if constexpr (N == 4) WGMMA(32, R16, "%16", "%17", "%18", SIXTEEN(0));
-    else WGMMA(64, R32, "%32", "%33", "%34", SIXTEEN(0), SIXTEEN(4));
+    else if constexpr (N == 8) WGMMA(64, R32, "%32", "%33", "%34", SIXTEEN(0), SIXTEEN(4));
+    else WGMMA(128, R64, "%64", "%65", "%66", SIXTY4(0));
 }
 
 struct Pipe {
@@ -75,7 +77,7 @@ struct Copies {
         ready = min(p.stages, count), w.row = share.group * p.tile_rows;
     }
     DEVICE void copy_w() {
-        expect(pipe.full + pipe.stage * 8, p.tile_rows * 128 + X);
+        expect(pipe.full + pipe.stage * 8, (p.tile_rows + p.x_rows) * 128);
         load_box(pipe.at(), p.w, (share.step0 + w.step) * 64, w.row, pipe.full + pipe.stage * 8);
     }
     DEVICE void copy_x(int step) {

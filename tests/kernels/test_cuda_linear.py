@@ -111,7 +111,7 @@ def test_rows_on_hopper_agree_with_float64(shape: tuple[int, int], slices: int) 
         bias = torch.randn(shape[:1], generator=generator, device="cuda").to(dtype)
         for own_bias in (None, bias):
             layer = HopperLinear(weight, own_bias, slices)
-            for rows in (1, 7, 8, 9, 16, 31, 64):
+            for rows in (1, 7, 8, 9, 16, 31, 64, 65, 128):
                 x = torch.full((rows, shape[1] + 8), float("nan"), device="cuda", dtype=dtype)[:, : shape[1]]
                 x.copy_(torch.randn(x.shape, generator=generator, device="cuda"))
                 expected = x.double() @ weight.double().T + (0 if own_bias is None else own_bias.double())
@@ -129,7 +129,7 @@ def test_a_gate_and_what_it_lets_through_agree_with_float64(shape: tuple[int, in
     for dtype in (torch.float16, torch.bfloat16):
         weight = (torch.randn(2 * shape[0], shape[1], generator=generator, device="cuda") * shape[1] ** -0.5).to(dtype)
         layer = CudaGatedLinear(weight)
-        for rows in (1, 2, 5, 8, 9, 31, 64, 65):
+        for rows in (1, 2, 5, 8, 9, 31, 64, 65, 100, 128, 129):
             x = torch.full((rows, shape[1] + 8), float("nan"), device="cuda", dtype=dtype)[:, : shape[1]]
             x.copy_(torch.randn(x.shape, generator=generator, device="cuda"))
             gate, up = (x.double() @ weight.double().T).chunk(2, -1)
@@ -145,12 +145,12 @@ def test_every_number_of_rows_finds_a_way() -> None:
     for shape in ((64, 256), (4096, 512), (24000, 256)):
         weight = torch.randn(shape, generator=generator, device="cuda").bfloat16()
         layer = CudaDenseLinear(weight, weight[:, 0].contiguous())
-        for rows in (1, 2, 8, 9, 64, 65):
+        for rows in (1, 2, 8, 9, 64, 65, 128, 129):
             x = torch.randn(rows, shape[1], generator=generator, device="cuda").bfloat16()
             expected = x.double() @ weight.double().T + weight[:, 0].double()
             parts = layer.parts(x)
             if torch.cuda.get_device_capability() == (9, 0):
-                assert (parts.dim() == 3) == (8 < rows <= 64)
+                assert (parts.dim() == 3) == (8 < rows <= 128)
             for found in (layer(x), parts if parts.dim() == 2 else parts.sum(0)):
                 assert (found.double() - expected).norm() / expected.norm() < 1e-2, rows
 
@@ -160,7 +160,7 @@ def test_every_number_of_rows_finds_a_way() -> None:
 def test_what_the_hopper_kernel_can_not_have_is_refused() -> None:
     weight = torch.zeros(64, 64, device="cuda", dtype=torch.float16)
     with pytest.raises(KernelError, match="x: "):
-        HopperLinear(weight)(torch.zeros(65, 64, device="cuda", dtype=torch.float16))
+        HopperLinear(weight)(torch.zeros(129, 64, device="cuda", dtype=torch.float16))
     for bad in (weight[:60], weight[:, :60], weight.float()):
         with pytest.raises(KernelError, match="weight: "):
             HopperLinear(bad)
