@@ -57,7 +57,7 @@ class Sampling:
         self._dtype = dtype
         self._parts = -(-vocab_size // PART)
         self._summary = torch.empty((max_rows, self._parts, 2), dtype=torch.int64, device=device)
-        self._some = torch.empty((max_rows, self._parts, 32), dtype=dtype, device=device)
+        self._maxima = torch.empty((max_rows, 2, self._parts, 32), dtype=dtype, device=device)
         self._arrived = torch.empty(max_rows, dtype=torch.int32, device=device)
         self._above = torch.empty((max_rows, self._parts), dtype=torch.int32, device=device)
         index = self._summary.device.index
@@ -66,7 +66,7 @@ class Sampling:
         self._sample = kernel(_variant("sampling.cu", dtype), "15Pq2i", _ROW_THREADS, index, _SHARED)
         self._blocks: int = torch.cuda.get_device_properties(device).multi_processor_count
         self._scratch = torch.empty((self._blocks, _SLOT), dtype=torch.int64, device=device)
-        self._logprobs = kernel(_variant("top_logprobs.cu", dtype), "8Pq3i", _ROW_THREADS, index, _SHARED)
+        self._logprobs = kernel(_variant("top_logprobs.cu", dtype), "9Pq3i", _ROW_THREADS, index, _SHARED)
 
     def greedy(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """As `kernels.sampling.greedy`: int64 `[R]`."""
@@ -128,12 +128,12 @@ class Sampling:
             _result(x, "out", logits, shape, dtype) for x, (shape, dtype) in zip(given, shapes, strict=True)
         )
         if rows:
-            summary, above = self._summary.data_ptr(), self._above.data_ptr()
+            scanned, above = (self._summary.data_ptr(), self._maxima.data_ptr()), self._above.data_ptr()
             layout = logits.stride(0) * logits.element_size(), vocab, parts
             grid = -(-parts // 8), rows, 1
-            self._scan_logprobs(grid, logits.data_ptr(), 0, token.data_ptr(), summary, 0, above, 0, *layout)
+            self._scan_logprobs(grid, logits.data_ptr(), 0, token.data_ptr(), *scanned, above, 0, *layout)
             results = (x.data_ptr() for x in (own, rank, ids, values))
-            own_part = summary, above, token.data_ptr()
+            own_part = *scanned, above, token.data_ptr()
             self._logprobs((rows, 1, 1), logits.data_ptr(), *own_part, *results, *layout, count)
         return own, rank, ids, values
 
@@ -152,13 +152,13 @@ class Sampling:
         rows, vocab = logits.shape
         if not rows:
             return
-        pointer, summary, some = logits.data_ptr(), self._summary.data_ptr(), self._some.data_ptr()
-        arrived = self._arrived.data_ptr()
+        pointer, arrived = logits.data_ptr(), self._arrived.data_ptr()
+        scanned = self._summary.data_ptr(), self._maxima.data_ptr()
         layout = logits.stride(0) * logits.element_size(), vocab, parts
-        self._scan((-(-parts // 8), rows, 1), pointer, columns[0], 0, summary, some, 0, arrived, *layout)
+        self._scan((-(-parts // 8), rows, 1), pointer, columns[0], 0, *scanned, 0, arrived, *layout)
         last = 0 if drawn is None else drawn.data_ptr()
         blocks = max(1, min(self._blocks // rows, _MOST_BLOCKS if columns[0] else 1))
-        own = pointer, summary, some, *columns, out.data_ptr(), last, self._scratch.data_ptr(), arrived
+        own = pointer, *scanned, *columns, out.data_ptr(), last, self._scratch.data_ptr(), arrived
         self._sample((blocks, rows, 1), *own, *layout)
 
 

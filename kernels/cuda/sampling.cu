@@ -1,7 +1,8 @@
 // One token per row, after `scan_logits.cu`: finds the cut of min_p, top_k and top_p, and draws.
 //
 // With a small top_k, what can survive the filters lies in a few parts, and one block sorts it in shared memory.
-// Otherwise the row's blocks go over what survives together, and the last of them draws.
+// Otherwise one of the row's blocks gathers what can survive, or, if that is too much, they go over it together and the
+// last of them draws.
 //
 // Macros: LOGITS, SHARED.
 #define ROW_THREADS 512
@@ -10,7 +11,7 @@
 struct Params {
     const u8* logits;          // [rows, vocab]
     const Summary* summary;    // [rows, parts], as scan_logits leaves them
-    const u8* sample;          // [rows, parts, 32] logits
+    const u8* maxima;          // [rows, 2, parts, 32] logits, too
     const float* temperature;  // columns [rows]; null: all greedy, and no other column is read
     const i64* top_k;
     const float* top_p;
@@ -108,7 +109,7 @@ DEVICE void pick(Shared& s, const Row& row, const Weight& weight, u64 cut, i64* 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) sampling(Params p) {
     Shared& s = shared_memory();
     const int at = blockIdx.y;
-    const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts};
+    const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts, p.maxima + (i64)at * p.parts * (32 * SCANNED)};
     float temperature = 0;
     Filters f = {0, 1, 0};
     if (p.temperature) {
@@ -139,13 +140,13 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) sampling(Params p) 
             draw(s, weight, n, p.out + at);
             return;
         }
-        Team team = {p.scratch, p.arrived + at, few ? 1 : (int)gridDim.x, (int)blockIdx.x};
-        const u8* const sample = p.sample + (i64)at * p.parts * (PART / VECTOR);
+        if (f.k) cut = max(cut, first_rank(order(weight.peak - 64 / weight.high)));  // others weigh 0 in fixed point
+        Team team = {p.scratch, p.arrived, few ? 1 : (int)gridDim.x, (int)blockIdx.x};
         const bool twice = f.k || f.min_p > 0;
 #pragma unroll 1
         for (int step = twice ? 0 : 1; step < (f.share < 1 ? 2 : 1); step++) {  // top_k or min_p alone, then top_p
             const u64 total = step == 0 ? 0 : twice ? mass_of_row(s, p.parts) : load_masses(s, p.parts, weight);
-            cut = cut_at(s, row, sample, weight, team, cut, step ? 0 : f.k, step ? f.share : 1.0f, total);
+            cut = cut_at(s, row, weight, team, cut, step ? 0 : f.k, step ? f.share : 1.0f, total);
             if (!cut) return;
         }
     } else {

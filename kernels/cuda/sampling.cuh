@@ -1,8 +1,9 @@
 // What the sampling kernels share: parts of a row, ranks, weights in fixed point, and what one block does with a row.
 //
-// A row of logits is cut into parts of 512 ids; `scan_logits.cu` leaves a summary of each, and then one block per row,
-// or several (`search.cuh`), read again only the parts that matter. Sums of a part have a fixed order, all others are
-// of integers, so that neither the order of atomics nor the batch changes a result.
+// A row of logits is cut into parts of 512 ids and groups of 16; `scan_logits.cu` leaves a summary of each part and the
+// maximum of each group. Then one block per row, or several (`search.cuh`), read again only what matters. Sums of a
+// part have a fixed order, all others are of integers, so that neither the order of atomics nor the batch changes a
+// result.
 //
 // Macros: LOGITS (0 float32, 1 float16, 2 bfloat16); SHARED, bytes, of the kernels with one block per row or several.
 #pragma once
@@ -10,11 +11,19 @@
 
 constexpr int PART = 512, PER_LANE = PART / 32;
 constexpr int VECTOR = LOGITS == 0 ? 4 : 8;  // elements in 16 bytes
+constexpr int SCANNED = 32 / VECTOR;         // vectors of a part's maxima, or of its sample
 constexpr int MOST_PARTS = 1024;
 constexpr int DROP = LOGITS == 0 ? 0 : LOGITS == 1 ? 13 : 16;  // last bits of a float32 that tell no logits apart
 constexpr u32 MINUS_INFINITY = 0x007fffffu >> DROP, INFINITY_ = 0xff800000u >> DROP;  // as order() gives them
 
-struct Row { const u8* logits; int vocab, parts; };
+constexpr int GROUP = 16;  // consecutive ids
+static_assert(GROUP == PER_LANE, "`Sixteen` holds either");
+
+struct Row {
+    const u8* logits;
+    int vocab, parts;
+    const u8* maxima = nullptr;  // [2, parts, 32] logits: of each group, then the sample: one of each lane
+};
 
 // Of one part: the best's rank, the sum of weights relative to the best, and of a sample of 32 the least above -inf.
 struct __align__(16) Summary { u64 best; float sum; u32 least; };
@@ -42,16 +51,18 @@ struct Vector {
     }
 };
 
-// A lane's elements of a part, as they are stored; minus infinity beyond the vocabulary.
-struct Part {
+// 16 elements as they are stored, minus infinity beyond the vocabulary: vectors that lie so many ids apart. A lane's
+// elements of a part, or, one after another, a group.
+struct Sixteen {
     Vector vector[PER_LANE / VECTOR];
 
-    Part() = default;
-    DEVICE Part(const Row& row, int part) {
+    Sixteen() = default;
+    DEVICE Sixteen(const Row& row, int first, int apart) {
         const bool aligned = ((u64)row.logits & 15) == 0;
-        if (aligned && (part + 1) * PART <= row.vocab) {
+        if (aligned && first + (PER_LANE / VECTOR - 1) * apart + VECTOR <= row.vocab) {
 #pragma unroll
-            for (int i = 0; i < PER_LANE; i += VECTOR) vector[i / VECTOR] = Vector(row.logits, id_of(part, i) / VECTOR);
+            for (int i = 0; i < PER_LANE; i += VECTOR)
+                vector[i / VECTOR] = Vector(row.logits, first / VECTOR + i / VECTOR * (apart / VECTOR));
         } else {
             constexpr int PER_WORD = VECTOR / 4;
 #pragma unroll
@@ -59,7 +70,7 @@ struct Part {
                 float x[2];
 #pragma unroll
                 for (int j = 0; j < PER_WORD; j++) {
-                    const int id = id_of(part, i + j);
+                    const int id = first + i / VECTOR * apart + i % VECTOR + j;
                     x[j] = id < row.vocab ? load_logit(row, id) : negative_infinity();
                 }
                 vector[i / VECTOR].word[i % VECTOR / PER_WORD] =
@@ -70,6 +81,8 @@ struct Part {
 
     DEVICE float operator[](int j) const { return vector[j / VECTOR][j % VECTOR]; }
 };
+
+DEVICE Sixteen own_of_part(const Row& row, int part) { return {row, id_of(part, 0), 32 * VECTOR}; }
 
 // -- ranks -----------------------------------------------------------------------------------------------------------
 
@@ -116,11 +129,12 @@ constexpr int WARPS = ROW_THREADS / 32, EACH = MOST_PARTS / ROW_THREADS;
 constexpr int SORTED = 2048;      // of the candidates, if they are sorted
 constexpr int CANDIDATES = 8192;  // else
 constexpr int BUCKETS = 1024;
+constexpr int LISTED = BUCKETS * sizeof(u64) / sizeof(u16);  // groups that gather() can list in the buckets' place
 
 struct Shared {
     u64 best[MOST_PARTS], mass[MOST_PARTS];  // of each part; at first its sum as it is in Summary
     u64 candidate[CANDIDATES], bucket[BUCKETS];
-    u16 list[MOST_PARTS];
+    u16 list[32];
     u64 warp[WARPS], few[32], ahead, own;
     double uniform;
     float temperature;
@@ -144,6 +158,14 @@ template <class T> DEVICE T inclusive_scan_of_warp(T x) {
         if (lane() >= step) x += other;
     }
     return x;
+}
+
+// Counts up for all lanes together; the first of this lane's places.
+DEVICE int reserve(int* counter, int count) {
+    const int up_to = inclusive_scan_of_warp(count);
+    int place = 0;
+    if (lane() == 31) place = atomicAdd(counter, up_to);
+    return __shfl_sync(FULL_WARP, place, 31) + up_to - count;
 }
 
 // The sum of the threads before this one; `total` is that of all.
@@ -243,38 +265,64 @@ DEVICE float least_from(u64 rank) {
     return order_of_rank(rank) > MINUS_INFINITY ? value_of_rank(rank) : negative_infinity();
 }
 
-// Collects what ranks from low on; returns how many there are, of which up to SORTED are kept, in any order.
+// Collects what ranks from low on, of the groups whose maxima do; returns how many there are, of which up to CANDIDATES
+// are kept, in any order. More than that, too, if they lie in more than LISTED groups.
 DEVICE int gather(Shared& s, const Row& row, u64 low) {
+    u16* const list = (u16*)s.bucket;
     __syncthreads();
     if (threadIdx.x == 0) s.listed = s.gathered = 0;
     __syncthreads();
-    for (int part = threadIdx.x; part < row.parts; part += ROW_THREADS)
-        if (s.best[part] >= low) s.list[atomicAdd(&s.listed, 1)] = part;
-    __syncthreads();
-    const float least = least_from(low);
-    constexpr int AT_ONCE = 2;  // they hide each other's latency
-    for (int i = warp(); i < s.listed; i += AT_ONCE * WARPS) {
-        int part[AT_ONCE];
-        Part parts[AT_ONCE];
+    constexpr int READ = 3, AT_ONCE = 2;  // they hide each other's latency
+    for (int first = 0; first < row.parts * SCANNED; first += READ * ROW_THREADS) {
+        Vector x[READ];
+        bool any[READ];
+        u32 found = 0;
 #pragma unroll
-        for (int half = 0; half < AT_ONCE; half++) {
-            part[half] = i + half * WARPS < s.listed ? s.list[i + half * WARPS] : -1;
-            if (part[half] >= 0) parts[half] = Part(row, part[half]);
+        for (int k = 0; k < READ; k++) {
+            const int i = first + k * ROW_THREADS + threadIdx.x;
+            any[k] = i < row.parts * SCANNED && s.best[i / SCANNED] >= low;
+            if (any[k]) x[k] = Vector(row.maxima, i);
         }
 #pragma unroll
-        for (int half = 0; half < AT_ONCE; half++) {
-            if (part[half] < 0) break;
-            u32 found = 0;
+        for (int k = 0; k < READ; k++) {
+            if (!any[k]) continue;
+            // What is equal and comes later ranks lower: not all of many ties are listed in vain.
+            const float least = least_from(low + (first + k * ROW_THREADS + threadIdx.x) * VECTOR * GROUP);
 #pragma unroll
-            for (int j = 0; j < PER_LANE; j++) found |= (parts[half][j] >= least) << j;
-            for (; found; found &= found - 1) {
-                const int id = id_of(part[half], __ffs(found) - 1);
-                if (id >= row.vocab) break;
-                const u64 rank = rank_of(load_logit(row, id), id);
-                if (rank < low) continue;
-                const int at = atomicAdd(&s.gathered, 1);
-                if (at < SORTED) s.candidate[at] = rank;
-            }
+            for (int j = 0; j < VECTOR; j++) found |= (u32)(x[k][j] >= least) << (k * VECTOR + j);
+        }
+        int place = reserve(&s.listed, __popc(found));
+        for (; found; found &= found - 1, place++) {
+            const int j = __ffs(found) - 1, i = first + j / VECTOR * ROW_THREADS + threadIdx.x;
+            if (place < LISTED) list[place] = i * VECTOR + j % VECTOR;
+        }
+    }
+    __syncthreads();
+    const int listed = s.listed;
+    if (listed > LISTED && threadIdx.x == 0) s.gathered = CANDIDATES + 1;
+    const float least = least_from(low);
+    for (int i = threadIdx.x; listed <= LISTED && i < listed; i += AT_ONCE * ROW_THREADS) {
+        int id[AT_ONCE];
+        Sixteen x[AT_ONCE];
+        u32 found = 0;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            id[k] = i + k * ROW_THREADS < listed ? list[i + k * ROW_THREADS] * GROUP : row.vocab;
+            if (id[k] < row.vocab) x[k] = Sixteen(row, id[k], VECTOR);
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            if (id[k] >= row.vocab) continue;
+#pragma unroll
+            for (int j = 0; j < GROUP; j++) found |= (u32)(x[k][j] >= least) << (k * GROUP + j);
+        }
+        for (; found; found &= found - 1) {
+            const int j = __ffs(found) - 1, own = (j < GROUP ? id[0] : id[1]) + j % GROUP;
+            if (own >= row.vocab) continue;
+            const u64 rank = rank_of(load_logit(row, own), own);
+            if (rank < low) continue;
+            const int at = atomicAdd(&s.gathered, 1);
+            if (at < CANDIDATES) s.candidate[at] = rank;
         }
     }
     __syncthreads();

@@ -1,27 +1,35 @@
 // The search for a cut in a row, by one block or by several that share the row.
 //
-// One logit in 16 tells about where the cut is. Each block sums up what is surely kept of its parts and lists what is
-// in question; the last block to finish finds the cut among that. If it isn't there, that block searches the whole row.
+// One logit in 16 tells about where the cut is. If not many elements rank from there on, one block gathers them and
+// finds the cut among them, while the others leave. Otherwise each block sums up what is surely kept of its parts and
+// lists what is in question; the last block to finish finds the cut among that. If it isn't there, that block searches
+// the whole row.
 #pragma once
 #include "sampling.cuh"
 
 constexpr int SAMPLED = PART / 32;  // one element of so many is in the sample
+// So many elements one block gathers and searches sooner than several meet and read each other's lists: some 10,000
+// cycles to save, two for each element. The sample's number is a guess, so half of the places are left free.
+constexpr int LIGHT = CANDIDATES / 2;
 
 // The blocks that share a row. Each leaves its parts' masses, its candidates and their number in a slot of its own.
 struct Team {
     static constexpr int SLOT = MOST_PARTS + CANDIDATES + 1;
-    u64* scratch = nullptr;  // [rows, blocks, SLOT]; none if alone
-    u32* arrived = nullptr;  // 0 at first
-    int blocks = 1, own = 0;
+    u64* scratch;  // [rows, blocks, SLOT]
+    u32* arrived;  // [rows] 0 at first
+    int blocks, own;
+    bool gathered = false;  // the candidates are all that ranks from the last cut on
 
     DEVICE u64* slot(int block) const { return scratch + (blockIdx.y * gridDim.x + block) * (i64)SLOT; }
+
+    DEVICE void disband() { blocks = 1, own = 0; }
 
     // True for the last block to get here; the others have nothing left to do.
     DEVICE bool is_last(Shared& s) const {
         __syncthreads();
         if (threadIdx.x == 0) {
             __threadfence();
-            s.chosen = (int)atomicAdd(arrived, 1u) + 1;
+            s.chosen = (int)atomicAdd(arrived + blockIdx.y, 1u) + 1;
             __threadfence();
         }
         __syncthreads();
@@ -41,28 +49,40 @@ template <class Claim> DEVICE u32 first_that(u32 low, u32 high, Claim claim) {
     return low;
 }
 
-// What ranks from `sure` on is kept, what ranks from `low` on is in question, what ranks below isn't kept.
-struct Doubt { u64 low, sure; };
+// What ranks from `sure` on is kept, what ranks from `low` on is in question, what ranks below isn't kept. `about` so
+// many rank from `low` on.
+struct Doubt {
+    u64 low, sure;
+    int about;
+};
 
 // Where the cut is, but for one row in some thousands: at the count-th element, or, if count is 0, where what is below
 // it weighs `rest`. Of what ranks from low on; its last elements may be left out if they weigh next to nothing.
-DEVICE Doubt guess(Shared& s, const Row& row, const void* sample, const Weight& weight, u64 low, u64 peak, int count,
-                   float rest) {
+DEVICE Doubt guess(Shared& s, const Row& row, const Weight& weight, u64 low, u64 peak, int count, float rest) {
     constexpr int OWN = BUCKETS / ROW_THREADS;
     u32* const counts = (u32*)s.bucket;
-    const float octaves = count ? -64.0f : log2_approx(rest / (256.0f * row.vocab));
-    const float least = fmaxf(value_of_rank(low), weight.peak + octaves / weight.high);
+    float least = value_of_rank(low);
+    if (!count) least = fmaxf(least, weight.peak + log2_approx(rest / (256.0f * row.vocab)) / weight.high);
     __syncthreads();
     for (int i = threadIdx.x; i < BUCKETS; i += ROW_THREADS) counts[i] = 0;
-    if (threadIdx.x == 0) s.chosen = -1, s.listed = BUCKETS;
+    if (threadIdx.x == 0) s.chosen = -1, s.listed = BUCKETS, s.gathered = 0;
     __syncthreads();
     const float bottom = s.least == ~0u ? least : fmaxf(least, value(s.least));
     const float width = fmaxf((weight.peak - bottom) / (BUCKETS - 1), 1e-30f), scale = 1 / width;
-    for (int i = threadIdx.x; i < row.parts * 32 / VECTOR; i += ROW_THREADS) {
-        const Vector x(sample, i);
+    constexpr int AT_ONCE = 3;  // they hide each other's latency; 196k logits of 16 bits take one round
+    const int vectors = row.parts * SCANNED;
+    for (int i = threadIdx.x; i < vectors; i += AT_ONCE * ROW_THREADS) {
+        Vector x[AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < VECTOR; j++)
-            if (x[j] >= bottom) atomicAdd(counts + min((int)((weight.peak - x[j]) * scale), BUCKETS - 1), 1u);
+        for (int k = 0; k < AT_ONCE; k++)
+            if (i + k * ROW_THREADS < vectors) x[k] = Vector(row.maxima, vectors + i + k * ROW_THREADS);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            if (i + k * ROW_THREADS >= vectors) break;
+#pragma unroll
+            for (int j = 0; j < VECTOR; j++)
+                if (x[k][j] >= bottom) atomicAdd(counts + min((int)((weight.peak - x[k][j]) * scale), BUCKETS - 1), 1u);
+        }
     }
     __syncthreads();
     float own[OWN], each[OWN], mine = 0, total;  // from the last bucket on
@@ -86,11 +106,20 @@ DEVICE Doubt guess(Shared& s, const Row& row, const void* sample, const Weight& 
         else if (!count && before - margin(before, each[i]) > rest) atomicMax(&s.chosen, b);
     }
     __syncthreads();
+    u32 found = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int b = BUCKETS - 1 - (threadIdx.x * OWN + i);
+        found += b <= s.listed ? counts[b] : 0;
+    }
+    found = __reduce_add_sync(FULL_WARP, found);
+    if (lane() == 0) atomicAdd(&s.gathered, (int)found);
+    __syncthreads();
     // By half a bucket less is sure: what lies at an edge may have been counted beyond it.
     const u64 from = first_rank(order(s.listed < BUCKETS ? weight.peak - (s.listed + 0.5f) * width : least));
     const u64 sure = s.chosen < 0 ? peak + 1 : first_rank(order(weight.peak - (s.chosen + 0.5f) * width));
     low = max(low, from);
-    return {low, max(low, sure)};
+    return {low, max(low, sure), SAMPLED * s.gathered};
 }
 
 // Each part's mass of what ranks from `sure` on; lists what is in question and counts it in Shared::gathered.
@@ -99,7 +128,7 @@ DEVICE void split(Shared& s, const Row& row, const Weight& weight, const Team& t
     const float least = value_of_rank(doubt.low), most = value_of_rank(doubt.sure - 1);  // above, all is kept
     const int step = team.blocks * WARPS;
     for (int first = team.own + warp() * team.blocks; first < row.parts; first += 2 * step) {
-        Part x[2];
+        Sixteen x[2];
         bool any[2];
         float sum[2] = {0, 0};
         u32 doubtful = 0;
@@ -107,7 +136,7 @@ DEVICE void split(Shared& s, const Row& row, const Weight& weight, const Team& t
         for (int half = 0; half < 2; half++) {
             const int part = first + half * step;
             any[half] = part < row.parts && s.best[part] >= doubt.low;
-            if (any[half]) x[half] = Part(row, part);
+            if (any[half]) x[half] = own_of_part(row, part);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -120,10 +149,7 @@ DEVICE void split(Shared& s, const Row& row, const Weight& weight, const Team& t
             }
         }
         if (__any_sync(FULL_WARP, doubtful)) {
-            const int count = __popc(doubtful), up_to = inclusive_scan_of_warp(count);
-            int place = 0;
-            if (lane() == 31) place = atomicAdd(&s.gathered, up_to);
-            place = __shfl_sync(FULL_WARP, place, 31) + up_to - count;
+            int place = reserve(&s.gathered, __popc(doubtful));
             for (; doubtful; doubtful &= doubtful - 1, place++) {
                 const int j = __ffs(doubtful) - 1, half = j / PER_LANE, id = id_of(first + half * step, j % PER_LANE);
                 const float own = load_logit(row, id);
@@ -149,12 +175,10 @@ DEVICE bool weigh(Shared& s, const Row& row, const Weight& weight, Team& team, D
     __syncthreads();
     if (threadIdx.x == 0) s.gathered = 0;
     __syncthreads();
-    if (team.blocks == 1) {
-        split(s, row, weight, team, doubt, s.mass, s.candidate);
-        return true;
-    }
-    u64* const slot = team.slot(team.own);
-    split(s, row, weight, team, doubt, slot, slot + MOST_PARTS);
+    const bool alone = team.blocks == 1;
+    u64* const slot = alone ? nullptr : team.slot(team.own);
+    split(s, row, weight, team, doubt, alone ? s.mass : slot, alone ? s.candidate : slot + MOST_PARTS);
+    if (alone) return true;
     if (threadIdx.x == 0) slot[MOST_PARTS + CANDIDATES] = s.gathered;
     if (!team.is_last(s)) return false;
     for (int part = threadIdx.x; part < row.parts; part += ROW_THREADS)
@@ -164,7 +188,7 @@ DEVICE bool weigh(Shared& s, const Row& row, const Weight& weight, Team& team, D
     __syncthreads();
     int listed = 0;
     for (int block = 0; block < team.blocks; block++) listed += s.list[block];
-    constexpr int AT_ONCE = 4;
+    constexpr int AT_ONCE = VECTOR / 2;  // more of float32 would spill
     for (int i = threadIdx.x; i < min(listed, CANDIDATES); i += AT_ONCE * ROW_THREADS) {
         u64 rank[AT_ONCE];
 #pragma unroll
@@ -180,7 +204,7 @@ DEVICE bool weigh(Shared& s, const Row& row, const Weight& weight, Team& team, D
     }
     if (threadIdx.x == 0) s.gathered = listed;
     __syncthreads();
-    team = {};
+    team.disband();
     return true;
 }
 
@@ -250,17 +274,31 @@ struct Candidates {
 
 // Cuts what ranks from low on at its count-th element, or, if count is 0, at the fewest that have `share` of the mass
 // `total`, or, if share is 1, nowhere. Gives the last kept element's rank, and leaves each part's mass of what is kept,
-// to the last of the row's blocks; 0 to the others.
-DEVICE u64 cut_at(Shared& s, const Row& row, const void* sample, const Weight& weight, Team& team, u64 low, int count,
-                  double share, u64 total) {
+// to one of the row's blocks; 0 to the others.
+DEVICE u64 cut_at(Shared& s, const Row& row, const Weight& weight, Team& team, u64 low, int count, double share,
+                  u64 total) {
     const u64 goal = count ? count : goal_of(share, total), peak = first_rank(order(weight.peak)) + MOST_ID;  // or more
-    Doubt doubt = {low, low};
     const bool all = !count && share >= 1;
-    if (!all) doubt = guess(s, row, sample, weight, low, peak, count, (float)((1 - share) * (double)total) / ONE);
-    if (!weigh(s, row, weight, team, doubt)) return 0;
-    if (all) return low;
+    Doubt doubt = {low, low};
+    u64 above = 0;
+    if (!all && !team.gathered) {
+        doubt = guess(s, row, weight, low, peak, count, (float)((1 - share) * (double)total) / ONE);
+        if (doubt.about <= LIGHT) {  // the row alone decides, so that a result doesn't depend on how many blocks it has
+            if (team.own) return 0;
+            gather(s, row, doubt.low);
+            team.disband();
+            team.gathered = true;
+        }
+    }
+    if (team.gathered) {
+        for (int part = threadIdx.x; part < row.parts; part += ROW_THREADS) s.mass[part] = 0;
+        doubt.sure = peak + 1;
+    } else {
+        if (!weigh(s, row, weight, team, doubt)) return 0;
+        if (all) return low;
+        above = mass_of_row(s, row.parts);
+    }
     const int n = s.gathered;
-    const u64 above = mass_of_row(s, row.parts);
     u64 cut = 0;
     auto mass = [&](u64 rank) { return count ? 1 : fixed(weight(value_of_rank(rank))); };
     const Candidates candidates{s, n};
@@ -275,6 +313,7 @@ DEVICE u64 cut_at(Shared& s, const Row& row, const void* sample, const Weight& w
         __syncthreads();
         return cut;
     }
+    team.gathered = false;
     cut = max(low, find_cut(s, low, peak, goal, mass, ElementsOf{row}));
     weigh(s, row, weight, team, {cut, cut});
     return cut;

@@ -7,6 +7,7 @@
 struct Params {
     const u8* logits;        // [rows, vocab]
     const Summary* summary;  // [rows, parts]
+    const u8* maxima;        // [rows, 2, parts, 32] logits
     const u32* above;        // [rows, parts]
     const i64* token;        // [rows]
     float* own;              // [rows]
@@ -23,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) top_logprobs(Params
     wait_for_previous();
     Shared& s = shared_memory();
     const int at = blockIdx.x;
-    const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts};
+    const Row row = {p.logits + at * p.row_stride, p.vocab, p.parts, p.maxima + (i64)at * p.parts * (32 * SCANNED)};
     const u64 peak = load_summaries(s, p.summary + (i64)at * p.parts, p.parts);
     if (!is_finite(peak)) {
         for (int i = threadIdx.x; i < p.count; i += ROW_THREADS) {

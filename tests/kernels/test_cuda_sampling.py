@@ -23,7 +23,7 @@ CUDA = torch.device("cuda")
 
 def ops(logits: Tensor) -> Sampling:
     found = Sampling(len(logits) + 1, logits.shape[1], logits.dtype, CUDA)
-    for scratch in (found._summary, found._some, found._above, found._arrived, found._scratch):
+    for scratch in (found._summary, found._maxima, found._above, found._arrived, found._scratch):
         scratch.fill_(-1)
     return found
 
@@ -176,6 +176,53 @@ def test_any_distribution_any_number_of_blocks(rows: int, parameters: dict[str, 
         some = slice(0, 11) if rows < 60 else slice(7, 18)
         near = check_draw(logits[some], uniform[some], **parameters, tokens=tokens[some])
         assert near <= 2, near
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"top_p": 0.9},
+        {"top_p": 0.97, "temperature": 0.9},
+        {"top_p": 0.9, "min_p": 1e-4},
+        {"top_k": 1000},
+        {"top_k": 2900},  # about LIGHT candidates
+        {"top_k": 1000, "temperature": 0.1},  # most weigh nothing
+        {"top_k": 1500, "top_p": 0.8, "min_p": 1e-6},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whether_one_block_gathers_a_row_or_several_split_it(dtype: torch.dtype, parameters: dict[str, Any]) -> None:
+    """From a nucleus of some tokens to one of thousands; neither the batch nor the blocks of a row matter."""
+    torch.manual_seed(4)
+    scale = torch.tensor([2.8, 3.1, 3.2, 3.3, 3.4, 3.5, 4.0, 5.0, 6.0, 12.0], device=CUDA)
+    logits = (torch.randn(10, 151_936, device=CUDA) * scale[:, None]).to(dtype)
+    logits[7], logits[8, 512:2048] = logits[7].round(), -INF  # ties, and parts without a finite logit
+    uniform = torch.rand(10, dtype=torch.float64, device=CUDA)
+    tokens = draw(logits, uniform, **parameters)
+    assert check_draw(logits, uniform, tokens, **parameters) <= 2
+    for rows in (1, 3, 7, 140):
+        order = torch.arange(rows, device=CUDA) % 10
+        assert torch.equal(draw(logits[order], uniform[order], **parameters), tokens[order]), rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sample_that_misleads_changes_nothing(dtype: torch.dtype) -> None:
+    """The sample has 32 ids of each 512, all of them multiples of 4."""
+    torch.manual_seed(6)
+    rank, noise = torch.arange(60_000, device=CUDA), torch.randn(60_000, device=CUDA)
+    unseen = torch.where(rank % 4 == 3, noise, -INF)  # more than there is room for
+    light = torch.where(rank % 4 == 0, -60.0, noise / 8 - 9)  # seen without its mass
+    light[5] = 0
+    fewer = torch.where(rank % 512 == 0, 5 + noise / 8, noise)  # 118 above the others, not 16 times 59
+    one = torch.where(rank == 31_003, noise, -INF)
+    uniform = torch.tensor([0.0, 0.3, 0.8, 1 - 2**-53], dtype=torch.float64, device=CUDA)
+    for x in (unseen, light, fewer, one):
+        logits = x.to(dtype).repeat(140, 1)
+        for parameters in ({"top_p": 0.9}, {"top_k": 280}, {"top_k": 1500, "top_p": 0.5}):
+            tokens = draw(logits[:4], uniform, **parameters)
+            assert check_draw(logits[:4], uniform, tokens, **parameters) <= 1, parameters
+            assert torch.equal(draw(logits, uniform.repeat(35), **parameters), tokens.repeat(35)), parameters
 
 
 def test_all_of_a_nucleus_can_be_drawn_and_nothing_else() -> None:
