@@ -70,8 +70,7 @@ class CudaForward:
         x = rms_norm(hidden, layers[0].attn_norm, self._eps)
         mixed = torch.empty((tokens, self._heads, self._head_dim), dtype=x.dtype, device=x.device)
         for number, layer in enumerate(layers):
-            qkv = layer.qkv(x).view(tokens, -1, self._head_dim)
-            self._attend(number, qkv, mixed, decodes, prefills)
+            self._attend(number, in_parts(layer.qkv, x), mixed, decodes, prefills)
             x = self._add_norm(layer.o, mixed.view(tokens, -1), hidden, layer.attn_out_norm, layer.mlp_norm)
             following = layers[number + 1].attn_norm if number + 1 < len(layers) else self._decoder.norm
             x = layer.gate_up(x) if layer.is_gated else self._gate(layer.gate_up(x))
@@ -79,9 +78,11 @@ class CudaForward:
         return x
 
     def _attend(self, number: int, qkv: Tensor, out: Tensor, decodes: int, prefills: int) -> None:
-        """Write K and V of a layer, and attend with its queries."""
+        """Write K and V of a layer, and attend with its queries, of what `in_parts` gives."""
         inputs, layer, layout = self._inputs, self._decoder.layers[number], self._layouts[number]
-        kind, tokens, query = (layout.k_format, layout.v_format), len(qkv), qkv[:, : self._heads]
+        kind, tokens = (layout.k_format, layout.v_format), len(out)
+        qkv = qkv.view(*qkv.shape[:-1], -1, self._head_dim)
+        query = torch.empty_like(out) if qkv.dim() == 4 else qkv[:, : self._heads]
         self._write[kind](
             layout,
             self.pool,
@@ -105,11 +106,13 @@ class CudaForward:
         self, linear: Linear, x: Tensor, hidden: Tensor, own_norm: Tensor | None, following: Tensor
     ) -> Tensor:
         """Add what x becomes to hidden, after a norm of its own if it has one, and return the norm that follows."""
-        if own_norm is not None:
-            x = rms_norm(linear(x), own_norm, self._eps)
-        else:
-            x = linear.parts(x) if isinstance(linear, CudaDenseLinear) else linear(x)
+        x = in_parts(linear, x) if own_norm is None else rms_norm(linear(x), own_norm, self._eps)
         return add_rms_norm(x, hidden, following, self._eps)
+
+
+def in_parts(linear: Linear, x: Tensor) -> Tensor:
+    """What it makes of x `[n, in]`: `[n, out]`, or float32 parts `[slices, n, out]` that the next kernel adds up."""
+    return linear.parts(x) if isinstance(linear, CudaDenseLinear) else linear(x)
 
 
 def kernel_layouts(layout: BlockLayout) -> list[KVLayout]:

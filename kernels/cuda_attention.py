@@ -5,6 +5,7 @@ on the device only, and can be captured into a CUDA graph.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class WriteKV:
     def __init__(self, k_format: str, v_format: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._head_dim, self._places = dtype, head_dim, Places(k_format, v_format, head_dim)
         unit = variant("write_kv.cu", k_format, v_format, head_dim, dtype)
-        self._kernel = kernel(unit, "9P7q5if", 128, _index(device))
+        self._kernel = kernel(unit, "9P8q6if", 128, _index(device))
 
     def __call__(
         self,
@@ -52,29 +53,28 @@ class WriteKV:
     ) -> None:
         """Write K and V of qkv `[n, q_heads + 2 * kv_heads, head_dim]` into the pool, and the rotated q to query_out.
 
-        query_out `[n, q_heads, head_dim]` may be the q part of qkv itself. slots int64 `[n]`: block * block_size +
-        slot, negative for no write. positions int64 `[n]` index cos_sin float32 `[positions, head_dim]` (cosines of
-        the head_dim / 2 frequencies, then sines). bias: as one row of qkv, flat; norms `[head_dim]`; compute dtype.
+        qkv may come in float32 parts `[parts, n, ...]`, packed, to be added up. query_out `[n, q_heads, head_dim]`
+        may be the q part of qkv itself. slots int64 `[n]`: block * block_size + slot, negative for no write. positions
+        int64 `[n]` index cos_sin float32 `[positions, head_dim]` (cosines of the head_dim / 2 frequencies, then sines).
+        bias: as one row of qkv, flat; norms `[head_dim]`; compute dtype.
         """
+        parts, part_stride = (len(qkv), qkv.stride(0)) if qkv.dim() == 4 else (0, 0)
+        if parts and not qkv.is_contiguous():
+            raise KernelError(f"qkv: parts with strides {qkv.stride()}; wanted them packed")
+        qkv = qkv[0] if parts else qkv
         tokens, width = len(qkv), self._head_dim
         heads = qkv.shape[1] - 2 * layout.num_kv_heads
         self._places.check(layout, pool)
-        check_heads("qkv", qkv, heads + 2 * layout.num_kv_heads, width, self._dtype)
+        check_heads("qkv", qkv, qkv.shape[1], width, torch.float32 if parts else self._dtype)
         check_heads("query_out", query_out, heads, width, self._dtype)
         check_vector("slots", slots, tokens, torch.int64)
         check_vector("positions", positions, tokens, torch.int64)
-        if cos_sin.dtype != torch.float32 or cos_sin.shape[1:] != (width,) or not cos_sin.is_contiguous():
-            raise KernelError(f"cos_sin: {cos_sin.dtype} {tuple(cos_sin.shape)}; wanted float32 [positions, {width}]")
-        if len(query_out) < tokens or not cos_sin.is_cuda or cos_sin.data_ptr() % 16:
-            raise KernelError(f"query_out of {len(query_out)} for {tokens}; or cos_sin: {cos_sin.device}, unaligned")
-        extras = (("bias", bias, qkv.shape[1] * width), ("q_norm", q_norm, width), ("k_norm", k_norm, width))
-        for name, x, size in extras:
-            if x is not None:
-                check_vector(name, x, size, self._dtype)
-                if x.data_ptr() % 16:
-                    raise KernelError(f"{name} must be 16-byte aligned")
+        self._check_angles(cos_sin)
+        if len(query_out) < tokens:
+            raise KernelError(f"query_out: {len(query_out)} tokens; wanted {tokens}")
         if tokens == 0:
             return
+        extras = {"bias": (bias, qkv.shape[1] * width), "q_norm": (q_norm, width), "k_norm": (k_norm, width)}
         groups, per_warp = self._split(tokens, qkv.shape[1])
         self._kernel(
             (-(-tokens // 4), -(-groups // per_warp), 1),
@@ -84,8 +84,9 @@ class WriteKV:
             slots.data_ptr(),
             positions.data_ptr(),
             cos_sin.data_ptr(),
-            *(0 if x is None else x.data_ptr() for x in (bias, q_norm, k_norm)),
+            *self._addresses(extras),
             qkv.stride(0),
+            part_stride,
             query_out.stride(0),
             *layout.offsets,
             tokens,
@@ -93,8 +94,25 @@ class WriteKV:
             layout.num_kv_heads,
             layout.block_size.bit_length() - 1,
             per_warp,
+            parts,
             norm_eps,
         )
+
+    def _check_angles(self, x: Tensor) -> None:
+        width = self._head_dim
+        if x.dtype != torch.float32 or x.shape[1:] != (width,) or not x.is_contiguous():
+            raise KernelError(f"cos_sin: {x.dtype} {tuple(x.shape)}; wanted float32 [positions, {width}]")
+        if not x.is_cuda or x.data_ptr() % 16:
+            raise KernelError(f"cos_sin: on {x.device}, at {x.data_ptr():#x}; wanted 16-byte aligned, on a CUDA device")
+
+    def _addresses(self, extras: dict[str, tuple[Tensor | None, int]]) -> Iterator[int]:
+        """0 for what isn't there. Each comes with its size."""
+        for name, (x, size) in extras.items():
+            if x is not None:
+                check_vector(name, x, size, self._dtype)
+                if x.data_ptr() % 16:
+                    raise KernelError(f"{name} must be 16-byte aligned")
+            yield 0 if x is None else x.data_ptr()
 
     def _split(self, tokens: int, heads: int) -> tuple[int, int]:
         """Groups of heads that lie in a warp at once, and how many of them a warp takes, one after the other."""

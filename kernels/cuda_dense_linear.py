@@ -43,7 +43,7 @@ class CudaDenseLinear:
         return silu_mul(y, in_pairs=True) if self._gated else y
 
     def parts(self, x: Tensor) -> Tensor:
-        """As a call; but where that is faster it comes in float32 parts `[slices, n, out]`, for `add_rms_norm`."""
+        """As a call; but where that is faster in float32 parts `[slices, n, out]`, for `add_rms_norm` and `WriteKV`."""
         if self._hopper and FEW_ROWS < len(x) <= MOST_ROWS and not self._gated:
             return self._hopper.parts(x)
         return self(x)

@@ -12,9 +12,10 @@ constexpr int HALF = HEAD_DIM / 2;
 constexpr int LANES = HEAD_DIM <= 64 ? 4 : HEAD_DIM <= 128 ? 8 : 16;  // of a head; of 96, only six of them
 constexpr int HEADS = 32 / LANES;
 constexpr int EACH = 8;  // elements of each half in one lane
+constexpr int RESIDENT = HEAD_DIM == 96 || K_FORMAT != V_FORMAT ? 5 : 6;  // blocks per multiprocessor, as registers allow
 
 struct Params {
-    const u16* qkv;              // [tokens, q_heads + 2 kv_heads, HEAD_DIM]
+    const void* qkv;             // [tokens, q_heads + 2 kv_heads, HEAD_DIM]; or float32, in parts that are to be added up
     u16* query_out;              // [tokens, q_heads, HEAD_DIM]
     u8* pool;
     const i64* slots;            // [tokens] block * block_size + slot; negative: nothing is written
@@ -23,9 +24,9 @@ struct Params {
     const u16* bias;             // as one row of qkv, or null
     const u16* q_norm;           // [HEAD_DIM], or null
     const u16* k_norm;           // [HEAD_DIM], or null
-    i64 qkv_stride, query_stride;  // elements per token
+    i64 qkv_stride, part_stride, query_stride;  // elements per token, of qkv per part
     i64 block_stride, k_offset, v_offset, k_scale_offset, v_scale_offset;  // bytes
-    int tokens, q_heads, kv_heads, block_size_log2, groups_per_warp;  // of HEADS heads
+    int tokens, q_heads, kv_heads, block_size_log2, groups_per_warp, parts;  // groups of HEADS heads; no parts: 16 bits
     float norm_eps;
 };
 
@@ -65,6 +66,25 @@ DEVICE Raw round_to_16bit(const float (&x)[2][EACH]) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) words[i / 4][i % 4] = pack<QUERY_BF16>(x[i / 4][i % 4 * 2], x[i / 4][i % 4 * 2 + 1]);
     return {{{words[0][0], words[0][1], words[0][2], words[0][3]}, {words[1][0], words[1][1], words[1][2], words[1][3]}}};
+}
+
+// The sum of all parts, rounded: they come straight from the products.
+DEVICE Raw sum_parts(const float* head, i64 part_stride, int parts, int at) {
+    float sum[2][EACH] = {};
+#pragma unroll 2
+    for (int part = 0; part < parts; part++, head += part_stride)
+#pragma unroll
+        for (int i = 0; i < 2 * EACH; i += 4) {
+            const Float4 x = *(const Float4*)(head + i / EACH * HALF + at + i % EACH);
+            float* const to = &sum[i / EACH][i % EACH];
+            to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
+        }
+    return round_to_16bit(sum);
+}
+
+DEVICE Raw load_head(const Params& p, int token, int head, int at) {
+    const i64 first = token * p.qkv_stride + head * HEAD_DIM;
+    return p.parts ? sum_parts((const float*)p.qkv + first, p.part_stride, p.parts, at) : load((const u16*)p.qkv + first, at);
 }
 
 DEVICE void store_16bit(u16* row, const float (&x)[2][EACH], int at) {
@@ -122,7 +142,7 @@ DEVICE void store(u8* row, u16* scale_at, const float (&x)[2][EACH], int at, boo
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) write_kv(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) write_kv(const __grid_constant__ Params p) {
     let_next_start();
     const int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (token >= p.tokens) return;
@@ -130,13 +150,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) write_kv(const __gri
     prefetch_l2(p.cos_sin + position * HEAD_DIM + lane % (HEAD_DIM / 32) * 32);
     const int at = lane % LANES * EACH, all_heads = p.q_heads + 2 * p.kv_heads;
     const int first = blockIdx.y * p.groups_per_warp * HEADS, last = min(first + p.groups_per_warp * HEADS, all_heads);
-    const u16* const heads = p.qkv + token * p.qkv_stride;
     int head = first + lane / LANES;
     bool active = at < HALF && head < last;
     if (p.bias && active) prefetch_l2(p.bias + head * HEAD_DIM + at);
     wait_for_previous();
     Raw next = {};
-    if (active) next = load(heads + head * HEAD_DIM, at);
+    if (active) next = load_head(p, token, head, at);
     float cosine[EACH] = {}, sine[EACH] = {};  // idle lanes must not bring in a NaN
     if (at < HALF && first < p.q_heads + p.kv_heads) {
         const Float4* from = (const Float4*)(p.cos_sin + position * HEAD_DIM + at);
@@ -158,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) write_kv(const __gri
         unpack(x, next);
         head += HEADS;
         active = at < HALF && head < last;
-        if (active) next = load(heads + head * HEAD_DIM, at);
+        if (active) next = load_head(p, token, head, at);
         if (p.bias && writes) {
             float bias[2][EACH];
             unpack(bias, load(p.bias + own * HEAD_DIM, at));

@@ -103,6 +103,32 @@ def test_a_token_depends_on_itself_alone(heads: tuple[int, int]) -> None:
         torch.testing.assert_close(outs[0].float(), rotate(qkv[:, : heads[0]], cos_sin).float(), rtol=2**-7, atol=2**-5)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_parts_are_added_up(parts: int, head_dim: int) -> None:
+    """As their sum, rounded, would be written."""
+    tokens, heads, kv_heads, device = 61, 6, 2, torch.device("cuda")
+    slots, positions = torch.randperm(80, device=device)[:tokens], torch.arange(tokens, device=device)
+    cos_sin = torch.randn(tokens, head_dim, device=device)
+    x = torch.randn(parts, tokens, heads + 2 * kv_heads, head_dim, device=device)
+    for dtype, k_format, v_format in ((torch.bfloat16, "bf16", "bf16"), (torch.float16, "fp16", "int8")):
+        layout = plain_layout(k_format, v_format, 1, kv_heads, head_dim, 16, 0)
+        norms = torch.randn(2, head_dim, device=device).to(dtype)
+        write = WriteKV(k_format, v_format, head_dim, dtype, device)
+        pools = torch.full((2, 5, layout.block_stride), 0xA5, dtype=torch.uint8, device=device).unbind()
+        total = x[0].clone()
+        for part in x[1:]:
+            total += part
+        outs = torch.full((2, tokens, heads, head_dim), torch.nan, dtype=dtype, device=device).unbind()
+        for qkv, pool, out in zip((x, total.to(dtype)), pools, outs, strict=True):
+            write(layout, pool, qkv, out, slots, positions, cos_sin, q_norm=norms[0], k_norm=norms[1])
+        assert torch.equal(*pools)
+        assert torch.equal(*outs)
+    for bad in (x.to(dtype), x[..., :-1, :], x.transpose(0, 1).contiguous().transpose(0, 1)[:, ::2]):
+        with pytest.raises(KernelError, match="qkv: "):
+            write(layout, pools[0], bad, outs[0], slots, positions, cos_sin)
+
+
 def test_what_is_not_aligned_is_refused() -> None:
     layout = plain_layout("bf16", "bf16", 1, 1, 64, 16, 0)
     pool = torch.zeros((1, layout.block_stride), dtype=torch.uint8, device="cuda")
