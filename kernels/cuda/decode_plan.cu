@@ -10,10 +10,11 @@ struct Params {
 
 constexpr int THREADS = 1024;
 constexpr int MULTIPLE = 8;  // tiles: the warps of an attention block take one each in turn
-// Where a block has no more, what a second one on its multiprocessor or a merge with others costs is more than it saves.
-// Nor may a pair have more that shares a block: of n side by side each has 1 / n of the warps, so at most 4 n rounds of
-// tiles. One after the other they are n segments, which take about as long.
+// Where a block has no more, what a second one on its multiprocessor costs is more than it saves.
 constexpr int MOST_ALONE = 4 * MULTIPLE;
+// Where a pair has no more, a merge with other blocks costs more than it saves. Of n that share a block each has 1 / n of
+// the warps, so at most 8 n rounds of tiles. One after the other they are n segments, which take about as long.
+constexpr int MOST_UNCUT = 8 * MULTIPLE;
 
 DEVICE void write_entry(const Params& p, int block, int request, int head, int tile, int first_block, int parts) {
     const int length = p.lengths[request], token0 = p.query_start[request], end = p.query_start[request + 1];
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const __grid_c
     // decides how long that takes.
     const int pairs = busy * p.heads, blocks = min(pairs, p.grid), most = (pairs - 1) / p.grid + 1;  // of a block
     const int sharing = p.warps / most;
-    if (longest * p.warps <= MOST_ALONE * most * sharing) {
+    if (longest * p.warps <= MOST_UNCUT * most * sharing) {
         if (threadIdx.x == 0) p.plan[0] = 1, p.plan[1] = blocks, p.plan[2] = true;
         for (int block = threadIdx.x; block < blocks; block += THREADS) {
             const int pair = block * pairs / blocks, next = (block + 1) * pairs / blocks;
