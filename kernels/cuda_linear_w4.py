@@ -74,12 +74,21 @@ def few_warps(gpu: Gpu, most: int, group: int) -> int:
     return 12 if group == 32 else 16
 
 
+def _rings(gpu: Gpu, most: int, group: int, record: int) -> int:
+    """Bytes of shared memory beside x: each warp's units ahead, and its sums."""
+    return few_warps(gpu, most, group) * (_STAGES * (_SLOT + 16 * record) + FEW_TOKENS[most] * _HEAD)
+
+
 def few_grid(gpu: Gpu, most: int, group: int, record: int, tokens: int, units: int, outs: int) -> tuple[int, int, int]:
     """Blocks, slices of the features so that x fits beside the rings in shared memory, and chunks of tokens."""
-    warps, in_block = few_warps(gpu, most, group), min(tokens, most)
-    free = gpu.shared_bytes - 1024 - warps * (_STAGES * (_SLOT + 16 * record) + FEW_TOKENS[most] * _HEAD)
-    slices = -(-units // ((free // in_block - 16) // (2 * UNIT)))
+    free = (gpu.shared_bytes - 1024 - _rings(gpu, most, group, record)) // min(tokens, most)
+    slices = -(-units // ((free - 16) // (2 * UNIT)))
     return min(-(-outs // 32), max(1, gpu.multiprocessors // slices)), slices, -(-tokens // most)
+
+
+def few_shared(gpu: Gpu, most: int, group: int, record: int, tokens: int, units: int, slices: int) -> int:
+    """Bytes of shared memory, and no more: in the rest the kernel after it can start."""
+    return _rings(gpu, most, group, record) + min(tokens, most) * (-(-units // slices) * 2 * UNIT + 16)
 
 
 def hopper_shared(tokens: int, groups: tuple[int, int], record_bytes: int) -> int:
@@ -211,6 +220,7 @@ class W4Linear:
             weight.units,
             -(-outs // 32),
             self._gated,
+            shared_bytes=few_shared(self._gpu, most, weight.group, self._record, tokens, weight.units, grid[1]),
         )
         return out
 

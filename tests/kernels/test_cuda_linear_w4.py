@@ -19,6 +19,7 @@ from kernels.cuda_linear_w4 import (
     all_variants,
     dequantize,
     few_grid,
+    few_shared,
     few_warps,
     hopper_shared,
 )
@@ -56,7 +57,7 @@ def test_plans_fit_in_shared_memory(gpu: Gpu) -> None:
             assert 1 <= slices <= units and 1 <= blocks <= 144 and chunks * most >= tokens
             x = min(tokens, most) * (-(-units // slices) * 128 + 16)
             rings = few_warps(gpu, most, group) * (4 * (1024 + 16 * record) + FEW_TOKENS[most] * 1024)
-            assert x + rings <= gpu.shared_bytes - 1024
+            assert few_shared(gpu, most, group, record, tokens, units, slices) == x + rings <= gpu.shared_bytes - 1024
         for table in (HOPPER, HOPPER_SMALL):
             for most, groups in table.items():
                 assert hopper_shared(most, groups, record * 32) < (227 << 10) - 512
@@ -67,7 +68,7 @@ def test_tokens_choose_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
 
     def played(variant: Variant, layout: str, threads: int, device: int, shared: int = 0) -> object:
-        def launch(grid: tuple[int, int, int], *arguments: int | float | bytes) -> None:
+        def launch(grid: tuple[int, int, int], *arguments: int | float | bytes, shared_bytes: int = 0) -> None:
             struct.pack("@" + layout, *arguments)
             assert min(grid) >= 1 and threads <= 1024
             launched.append(variant.entry)
