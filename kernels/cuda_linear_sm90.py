@@ -12,7 +12,7 @@ from kernels.launcher import build_for, kernel, shared_bytes, tensor_map
 MOST_ROWS = 128
 """Rows that `HopperLinear` takes at most."""
 _TOKENS = 16, 32, 64, 128  # that a kernel is made for
-_MOST_SLICES, _GOOD_ROWS = 4, 56
+_MOST_SLICES, _GOOD_ROWS, _GOOD_SHARE = 4, 56, 0.75  # the last: of the rows of products that are of a tile
 _ROW_GROUPS = 3  # of 64 rows of a weight: a tile's most
 _THREADS = _ROW_GROUPS * 128 + 32
 _MOST_STAGES = 24
@@ -45,7 +45,7 @@ def plan(outs: int, steps: int, blocks: int, most_slices: int) -> Plan:
         groups = blocks // slices
         rounds = -(-outs // (groups * _ROW_GROUPS * 64))
         rows = -(-outs // (groups * rounds * 8)) * 8
-        if rows >= _GOOD_ROWS:
+        if rows >= _GOOD_ROWS and rows >= _GOOD_SHARE * -(-rows // 64) * 64:
             break
     return Plan(slices, rows, -(-outs // rows))
 
