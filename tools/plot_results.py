@@ -127,6 +127,7 @@ def plot_engine(folder: Path) -> pyplot.Figure:
         drawn = axis.barh(list(engines), values, color=colors)
         axis.bar_label(drawn, [f"{value:,.0f}" for value in values], fontsize=8, padding=3)
         axis.set_xlim(0, max(values) * 1.25)
+        axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.set_title(title, fontsize=9)
         axis.tick_params(labelsize=8)
     axes[0].invert_yaxis()
