@@ -40,7 +40,10 @@ class Plan(NamedTuple):
 
 
 def plan(outs: int, steps: int, blocks: int, most_slices: int) -> Plan:
-    """The fewest slices that leave tiles large enough for the bus to be busy; `steps` is the most that there can be."""
+    """The fewest slices whose tiles keep the bus busy and leave few rows of the products idle, or else the most.
+
+    `steps` is the most that there can be.
+    """
     for slices in range(1, min(most_slices, steps) + 1):
         groups = blocks // slices
         rounds = -(-outs // (groups * _ROW_GROUPS * 64))

@@ -13,7 +13,7 @@ constexpr int MULTIPLE = 8;  // tiles: the warps of an attention block take one 
 // Where a block has no more, what a second one on its multiprocessor costs is more than it saves.
 constexpr int MOST_ALONE = 4 * MULTIPLE;
 // Where a pair has no more, a merge with other blocks costs more than it saves. Of n that share a block each has 1 / n of
-// the warps, so at most 8 n rounds of tiles. One after the other they are n segments, which take about as long.
+// the warps and so takes n times the rounds. One after the other they are n segments, which take about as long.
 constexpr int MOST_UNCUT = 8 * MULTIPLE;
 
 DEVICE void write_entry(const Params& p, int block, int request, int head, int tile, int first_block, int parts) {

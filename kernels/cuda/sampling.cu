@@ -11,7 +11,7 @@
 struct Params {
     const u8* logits;          // [rows, vocab]
     const Summary* summary;    // [rows, parts], as scan_logits leaves them
-    const u8* maxima;          // [rows, 2, parts, 32] logits, too
+    const u8* maxima;          // [rows, 2, parts, 32] logits, as in `Row`
     const float* temperature;  // columns [rows]; null: all greedy, and no other column is read
     const i64* top_k;
     const float* top_p;

@@ -100,6 +100,11 @@ def test_a_plan_covers_the_weight_and_leaves_few_blocks_idle(outs: int, steps: i
         assert rounds * groups * rows < outs + 8 * groups * rounds
 
 
+def test_a_tile_leaves_few_rows_of_the_products_idle() -> None:
+    assert plan(10_240, 32, 132, 4) == (2, 160, 64)  # one slice would have tiles of 80 rows, in products of 128
+    assert plan(4608, 56, 132, 4) == (3, 112, 42)
+
+
 @gpu
 @hopper
 @pytest.mark.parametrize("slices", [1, 2, 5, 8])

@@ -70,7 +70,8 @@ def test_tokens_choose_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def played(variant: Variant, layout: str, threads: int, device: int, shared: int = 0) -> object:
         def launch(grid: tuple[int, int, int], *arguments: int | float | bytes, shared_bytes: int = 0) -> None:
             struct.pack("@" + layout, *arguments)
-            assert min(grid) >= 1 and threads <= 1024
+            assert min(grid) >= 1 and threads <= 1024 and shared_bytes <= shared
+            assert (shared_bytes > 0) == (variant.file == "w4_matmul.cu"), "the others take all"
             launched.append(variant.entry)
 
         return launch
