@@ -51,6 +51,7 @@ class Child:
         self.started = 0.0
         self.short_lives = 0
         self.last_line = ""
+        self.error: list[str] = []  # its lines from `error: ` on
         self.tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -64,13 +65,13 @@ class Child:
         return self.short_lives < MAX_SHORT_LIVES
 
     def reason(self) -> str:
-        """One line on why the process ended."""
+        """Why the process ended; one line, unless its own error has more."""
         assert self.process is not None
         assert self.process.returncode is not None
         code = self.process.returncode
         if code < 0:
             return f"the {self.spec.role} was killed by {signal.Signals(-code).name}"
-        last = self.last_line.removeprefix("error: ")
+        last = "\n".join(self.error).removeprefix("error: ") or self.last_line
         return f"the {self.spec.role} ended: {last}" if last else f"the {self.spec.role} ended with code {code}"
 
     def send(self, number: signal.Signals) -> None:
@@ -148,7 +149,7 @@ class Supervisor:
             process_group=0,
         )
         child.started = time.monotonic()
-        child.last_line = ""
+        child.last_line, child.error = "", []
         assert child.process.stdout is not None
         assert child.process.stderr is not None
         errors = asyncio.create_task(self._pass_on(child, child.process.stderr))
@@ -156,13 +157,13 @@ class Supervisor:
         child.tasks = [errors, output, asyncio.create_task(self._watch(child, child.process, errors))]
 
     async def _pass_on(self, child: Child, stream: asyncio.StreamReader) -> None:
-        """Show a child's errors, and remember the last line."""
+        """Show what a child logs. Its error is told with its end, unless a signal or another's end explains that."""
         async for text in _lines(stream):
-            if text.strip():
-                child.last_line = text.strip()
-            # That its peers are gone is no news after a signal.
-            if not (self._signals and text.startswith("error: ")):
-                self._on_line(text)
+            if child.error or text.startswith("error: "):
+                child.error.append(text)
+                continue
+            child.last_line = text.strip() or child.last_line
+            self._on_line(text)
 
     async def _read_output(self, stream: asyncio.StreamReader) -> None:
         """The core's `progress DONE TOTAL` lines; whatever else there is goes unheard."""

@@ -180,9 +180,15 @@ def test_the_core_is_blamed_for_what_ends_because_of_it(short_path: Path) -> Non
 
 
 def test_while_starting_the_core_is_blamed_even_if_it_ends_a_second_later(short_path: Path) -> None:
-    slow = "import sys, time; time.sleep(1.0); sys.exit('error: no such tensor')"
-    with pytest.raises(StartupError, match=r"^the engine core ended: no such tensor$"):
-        play(short_path, never_healthy, core=slow, tokenizer="raise SystemExit('error: the core is gone')")
+    slow = "import sys, time; time.sleep(1.0); sys.exit('loading\\nerror: no room:\\nweights 1 GiB\\npool 2 GiB')"
+    lines: list[str] = []
+
+    async def scenario(engine: Engine) -> None:
+        engine.healthy, engine.lines = False, lines
+
+    with pytest.raises(StartupError, match=r"^the engine core ended: no room:\nweights 1 GiB\npool 2 GiB$"):
+        play(short_path, scenario, core=slow, tokenizer="raise SystemExit('error: the core is gone')")
+    assert lines == ["loading"], "the reason is said once, and what follows from it not at all"
 
 
 @pytest.mark.parametrize("role", ["core", "tokenizer", "api"])
