@@ -12,7 +12,7 @@ from kernels.cuda_linear import FEW_ROWS, FewRowsLinear, OneRowLinear
 from kernels.cuda_linear_sm90 import MOST_ROWS, HopperLinear
 
 _LEAST_TILE = 24  # rows of a weight that a block has: with fewer, too little is on the bus at once
-_MOST_WHOLE = 64  # rows for which a layer without a gate is no slower than cuBLAS if it isn't in parts
+_MOST_WHOLE = 64  # rows for which a layer without a gate is about as fast as cuBLAS though it isn't in parts
 
 
 class CudaDenseLinear:

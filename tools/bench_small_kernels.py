@@ -4,7 +4,7 @@
 
 Times are medians of graph replays; each graph rotates over copies of its data that together exceed the L2 cache five
 times. `--warm` leaves sampling's logits where the output layer would: in L2, as far as they fit. A dense layer has
-the kernel after it that a decoder has, in the time too: kernels that start early meet it there.
+the kernel after it that a decoder has, but qkv a norm, in the time too: kernels that start early meet it there.
 """
 
 import argparse

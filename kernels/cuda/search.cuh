@@ -9,9 +9,9 @@
 
 constexpr int SAMPLED = PART / 32;  // one element of so many is in the sample
 // So many elements one block gathers and searches sooner than several meet and read each other's lists: some 10,000
-// cycles to save, two for each element. The sample's number is a guess, and each may lie in a group of its own, so a
-// quarter of the places for groups are left free.
-constexpr int LIGHT = LISTED / 4 * 3;
+// cycles to save, two for each element. The sample's number is a guess, so half of the places are left free; not of those
+// for groups, where more than LISTED elements lie each in one of its own: such a row is searched whole.
+constexpr int LIGHT = CANDIDATES / 2;
 
 // The blocks that share a row. Each leaves its parts' masses, its candidates and their number in a slot of its own.
 struct Team {
